@@ -1,0 +1,1 @@
+"""Benchmarks and compile-time checks: timing, workloads, compilation for real TPUs without one, plots."""

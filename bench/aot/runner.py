@@ -1,0 +1,185 @@
+"""Run compile jobs in worker processes: several at once, each with a time limit, results cached by content.
+
+What can happen to a job, and what it becomes:
+
+    compiled     the compiler took it; its dump was read
+    refused      the compiler said no: its own reason, in plain words where we know them
+    no estimate  it compiles, but the compiler can't write its bundles, or they could not be read
+    crashed      the process ended without an answer, also without the profiler
+    timed out    it ran into the time limit
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DEFAULT_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One program for one target. `program` is what `bench.aot.program` understands."""
+
+    target: str
+    program: dict[str, Any]
+    options: dict[str, str | bool] = field(default_factory=dict)
+    label: str = ""
+    dump: str = "bundles"  # or "profile": see bench.aot.worker
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    *,
+    workers: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    cache: Path | None = None,
+    on_done: Any = None,
+) -> list[dict[str, Any]]:
+    """Results of `jobs`, in their order. Each is a dict with "status" and, by status, what else is known.
+
+    `cache` is a folder (default: the user's cache folder); a result is found there again when program, target,
+    options and the versions of jax and libtpu are the same. `on_done(job, result)` is called as each one ends.
+    """
+    folder = cache if cache is not None else cache_folder()
+
+    def run(job: Job) -> dict[str, Any]:
+        result = _run_cached(job, folder, timeout_s)
+        if on_done is not None:
+            on_done(job, result)
+        return result
+
+    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+        return list(pool.map(run, jobs))
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("PALLAS_HUB_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pallas-hub"
+    )
+    return Path(root) / "aot"
+
+
+def _run_cached(job: Job, cache: Path, timeout_s: float) -> dict[str, Any]:
+    entry = cache / f"{_key(job)}.json"
+    try:
+        return json.loads(entry.read_text()) | {"cached": True}
+    except (OSError, ValueError):
+        pass  # not there, or not readable as JSON: compile again
+    result = _run_with_fallback(job, timeout_s)
+    if result["status"] not in (
+        "timed out",
+        "crashed",
+    ):  # those may be the machine's fault, not the program's
+        _store(entry, result)
+    return result | {"cached": False}
+
+
+def _store(entry: Path, result: dict[str, Any]) -> None:
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        partial = entry.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(result))
+        partial.replace(entry)
+    except OSError:
+        pass  # a cache that can't be written costs time, nothing else
+
+
+def _key(job: Job) -> str:
+    """Everything the result depends on. Named functions count with the text of their file."""
+    program = dict(job.program)
+    digest = hashlib.sha256()
+    if path := program.pop("exported", None):
+        digest.update(Path(path).read_bytes())
+    elif (place := program.get("function", "").rpartition(":")[0]).endswith(".py"):
+        for source in sorted(Path(place).resolve().parent.glob("*.py")):
+            digest.update(source.read_bytes())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    versions = {name: _version(name) for name in ("jax", "jaxlib", "libtpu", "tokamax")}
+    digest.update(json.dumps([job.target, program, job.options, job.dump, versions], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _run_with_fallback(job: Job, timeout_s: float) -> dict[str, Any]:
+    """When the process dies while it writes its dump, ask whether the program compiles at all."""
+    result = _run_worker(job, dump=job.dump, timeout_s=timeout_s)
+    if result["status"] == "crashed":
+        reason = f"the compiler's dump aborts: {result['reason']}"
+        result = _run_worker(job, dump="nothing", timeout_s=timeout_s)
+        if result["status"] == "compiled":
+            return result | {"status": "no estimate", "reason": reason}
+    if result["status"] == "refused":
+        return result | {"reason": plain_reason(result["error"])}
+    if "dump_error" in result:
+        return result | {"status": "no estimate", "reason": result["dump_error"]}
+    return result
+
+
+def _run_worker(job: Job, *, dump: str, timeout_s: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="pallas-hub-job-") as folder:
+        job_path, result_path = Path(folder, "job.json"), Path(folder, "result.json")
+        body = {"target": job.target, "program": job.program, "options": job.options, "dump": dump}
+        job_path.write_text(json.dumps(body))
+        command = [sys.executable, "-m", "pallas_hub.bench.aot.worker", str(job_path), str(result_path)]
+        environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": _python_path()}
+        environment.pop("LIBTPU_INIT_ARGS", None)
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return {"status": "timed out", "reason": f"no answer from the compiler within {timeout_s:.0f} s"}
+        if result_path.exists():
+            return json.loads(result_path.read_text())
+        return {
+            "status": "crashed",
+            "reason": _last_words(done.returncode, done.stderr.decode(errors="replace")),
+        }
+
+
+def _python_path() -> str:
+    """So that the worker finds this package also when it runs from a checkout."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    import pallas_hub
+
+    roots = [str(Path(pallas_hub.__file__).parent.parent), package_root, os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(dict.fromkeys(root for root in roots if root))
+
+
+def _last_words(code: int, stderr: str) -> str:
+    if code == -9:
+        return "the process was killed (out of memory?)"
+    check = re.search(r"(?:Check failed|F\d{4}).*", stderr)
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    text = check.group(0) if check else (lines[-1] if lines else "no message")
+    return f"{'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}: {text[:200]}"
+
+
+def plain_reason(error: str) -> str:
+    """The compiler's reason in plain words, or its own first line."""
+    if match := re.search(r"Scoped allocation with size (\S+) and limit (\S+) exceeded", error):
+        return f"needs {match[1]} of VMEM, the limit is {match[2]}: smaller blocks, or a higher vmem_limit_bytes"
+    if "UnprovenMemoryAccessAlignment" in error:
+        return "an index into VMEM is not provably a multiple of the tile: use pl.multiple_of or aligned slices"
+    if match := re.search(r"last two dimensions of your block shape are divisible by (\d+) and (\d+)", error):
+        return f"a block's last two sizes must be multiples of {match[1]} and {match[2]}, or span the whole array"
+    if "Not implemented" in error:
+        return "the TPU compiler lacks it: " + error[error.index("Not implemented") :].splitlines()[0][:160]
+    return error.splitlines()[0][:200]

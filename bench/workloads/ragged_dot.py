@@ -1,0 +1,184 @@
+"""A mixture-of-experts layer: the ragged-dot kernel's `moe_experts` and what Transformers offers for the same module.
+
+All implementations share one `Qwen3MoeExperts` module with random weights, the same tokens and the same routing. The
+Transformers rows go through the module's own dispatch, as they do in a model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pallas_hub.bench.case import Case, Implementation, without_gradients
+from pallas_hub.bench.checks import tolerance_for
+from pallas_hub.bench.machine import available_memory_bytes
+from pallas_hub.bench.workloads.streams import streaming_read
+
+KERNEL = "ragged-dot"
+TOKENS = (1, 8, 64)
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class ExpertsSize:
+    """A routed feed-forward layer: g experts of (hidden -> 2 * intermediate -> hidden), top_k of them per token."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+
+
+DEFAULT_WORKLOAD = "qwen3-30b-a3b"
+_SMALL = ExpertsSize(experts=16, hidden=256, intermediate=128, top_k=4)
+
+# The operator that shows which product ran: torch's grouped product, or the loop Transformers falls back to.
+_GROUPED_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+
+
+def workloads(kernel: Any) -> dict[str, ExpertsSize]:
+    """The models in the kernel's own cases.py, and a small one to try the benchmark with."""
+    try:
+        models = importlib.import_module(f"{kernel.__name__}.cases").MODELS
+    except (ImportError, AttributeError):
+        models = ()
+    sizes = {m.name: ExpertsSize(m.experts, m.hidden, m.intermediate, m.top_k) for m in models}
+    return sizes | {"small": _SMALL}
+
+
+def cases(kernel: Any, workload: str, dtypes: Sequence[str], tokens: Sequence[int]) -> Iterator[Case]:
+    """One case per dtype and number of tokens. The weights are drawn once per dtype."""
+    import torch
+
+    size = workloads(kernel)[workload]
+    for dtype_name in dtypes:
+        dtype = getattr(torch, dtype_name)
+        module = experts_module(size, dtype)
+        for count in tokens:
+            yield _case(kernel, workload, size, module, dtype, count)
+
+
+def experts_module(size: ExpertsSize, dtype: Any) -> Any:
+    """Transformers' own experts module with random weights of the size a trained model has."""
+    import torch
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(
+        num_experts=size.experts,
+        hidden_size=size.hidden,
+        moe_intermediate_size=size.intermediate,
+        num_experts_per_tok=size.top_k,
+    )
+    need, available = 3 * size.experts * size.hidden * size.intermediate * dtype.itemsize, available_memory_bytes()
+    if available is not None and need > 0.8 * available:
+        raise MemoryError(
+            f"the experts take {need / 2**30:.1f} GiB in {dtype}; {available / 2**30:.1f} GiB of memory are free. "
+            "Choose a smaller --workload or --dtype bfloat16."
+        )
+    with torch.device("meta"):
+        module = Qwen3MoeExperts(config).to(dtype)
+    module = module.to_empty(device="cpu").requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(0)
+    for weight in module.parameters():
+        for expert in weight:  # one expert at a time: normal_ on a 16-bit tensor goes through a float32 copy
+            expert.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+    return module
+
+
+def _case(kernel: Any, workload: str, size: ExpertsSize, module: Any, dtype: Any, tokens: int) -> Case:
+    import torch
+
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, size.hidden, generator=generator).to(dtype)
+    scores = torch.rand(tokens, size.experts, generator=generator)
+    index = scores.topk(size.top_k, dim=-1).indices
+    weights = torch.softmax(torch.rand(tokens, size.top_k, generator=generator), dim=-1).to(dtype)
+    active = index.unique()
+    used = [module.gate_up_proj[e] for e in active] + [module.down_proj[e] for e in active]
+    moved = (*used, hidden, index, weights)
+    arguments = (hidden, index, weights)
+    return Case(
+        workload=f"mixture of experts, {workload}",
+        sizes={"tokens": tokens, **vars(size), "active": len(active)},
+        dtype=str(dtype).removeprefix("torch."),
+        exact=lambda: exact_experts(module, *arguments),
+        tolerance=tolerance_for(dtype, size.hidden),
+        least_bytes=sum(t.nbytes for t in moved) + hidden.nbytes,  # the result is as large as `hidden`
+        stream=streaming_read(moved),
+        stream_name="streaming read of the active weights",
+        implementations=_implementations(kernel, size, module, arguments),
+    )
+
+
+def _implementations(kernel: Any, size: ExpertsSize, module: Any, arguments: tuple) -> list[Implementation]:
+    hidden, index, weights = arguments
+    pairs = index.numel()
+    gathered = 3 * pairs * size.hidden * size.intermediate * hidden.element_size()
+
+    def ours() -> Any:
+        return kernel.moe_experts(hidden, module.gate_up_proj, module.down_proj, index, weights)
+
+    rows = [
+        Implementation("moe_experts", ours, ours=True),
+        Implementation("Transformers eager", _through_transformers(module, "eager", arguments), path="expert loop"),
+        Implementation(
+            "Transformers batched_mm",
+            _through_transformers(module, "batched_mm", arguments),
+            memory_bytes=gathered,
+            telling_ops=("aten::bmm",),
+        ),
+        Implementation(
+            "Transformers grouped_mm", _through_transformers(module, "grouped_mm", arguments), telling_ops=_GROUPED_OPS
+        ),
+        Implementation("torch loop", lambda: torch_loop(module, *arguments), path="sorted loop"),
+    ]
+    return [without_gradients(row) for row in rows]
+
+
+def _through_transformers(module: Any, name: str, arguments: tuple) -> Callable[[], Any]:
+    """The module's forward with this experts implementation, chosen on its config as a model does."""
+
+    def call() -> Any:
+        module.config._experts_implementation = name
+        return module(*arguments)
+
+    return call
+
+
+def torch_loop(module: Any, hidden: Any, index: Any, weights: Any) -> Any:
+    """What a careful user writes by hand: sort the pairs by expert once, then one slice per active expert."""
+    import torch
+    from torch.nn import functional
+
+    order = index.flatten().argsort(stable=True)
+    rows = order // index.shape[1]
+    scale = weights.flatten()[order, None]
+    result = torch.zeros(hidden.shape, dtype=torch.float32)
+    counts = index.flatten().bincount(minlength=module.gate_up_proj.shape[0]).tolist()
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        here = slice(start, start + count)
+        start += count
+        gate, up = functional.linear(hidden[rows[here]], module.gate_up_proj[expert]).chunk(2, dim=-1)
+        product = functional.linear(functional.silu(gate) * up, module.down_proj[expert])
+        result.index_add_(0, rows[here], (product * scale[here]).float())
+    return result.to(hidden.dtype)
+
+
+def exact_experts(module: Any, hidden: Any, index: Any, weights: Any) -> Any:
+    """The layer in float64, straight from its definition; one expert's weights are widened at a time."""
+    import torch
+
+    result = torch.zeros(hidden.shape, dtype=torch.float64)
+    wide, scale = hidden.double(), weights.double()
+    for expert in index.unique().tolist():
+        token, slot = torch.where(index == expert)
+        gate, up = (wide[token] @ module.gate_up_proj[expert].double().T).chunk(2, dim=-1)
+        product = (gate * torch.sigmoid(gate) * up) @ module.down_proj[expert].double().T
+        result.index_add_(0, token, product * scale[token, slot, None])
+    return result

@@ -1,0 +1,135 @@
+"""Block sizes of the two kernels: pure functions of the sizes, the item size and the VMEM limit.
+
+The pipeline holds every block twice, and the compiler keeps the float32 product in VMEM. A choice is taken only when
+all of that, and a quarter more for what the compiler adds, stays under the limit. The default limit suits every
+generation the kernels compile for: a core has 128 MiB of VMEM on v5e and v6e, 64 MiB on v5p and 7x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MIB = 1024 * 1024
+DEFAULT_VMEM_LIMIT_BYTES = 48 * MIB
+LANES = 128  # the last axis of a block is a multiple of this, or whole
+MIN_BLOCK_N = 256  # a narrower block reads the weights in short runs
+DECODE_BLOCK_BYTES = 2 * MIB  # the first weight block is read while nothing else runs, so it should be small
+
+
+@dataclass(frozen=True)
+class Config:
+    """Block sizes of one launch; blocks may hang over the end of any axis. `vmem_limit_bytes` goes to the compiler."""
+
+    block_m: int  # rows per tile: a multiple of 16, at most 16384
+    block_k: int
+    block_n: int
+    vmem_limit_bytes: int = DEFAULT_VMEM_LIMIT_BYTES
+
+
+def choose_config(
+    m: int, k: int, n: int, g: int, dtype_bytes: int, vmem_limit_bytes: int = DEFAULT_VMEM_LIMIT_BYTES
+) -> Config:
+    """Blocks for (m, k) @ (g, k, n): k whole where it fits, so that a group's weights are read once.
+
+    Splitting n re-reads lhs once per split, so n is whole for many rows; for few rows lhs is cheap next to the weights,
+    and smaller blocks start the pipeline sooner.
+    Raises   ValueError: not even the smallest blocks fit the limit.
+    """
+    for block_m in _row_blocks(m, g):
+        for block_k in _splits(k):
+            for block_n in _splits(n):
+                config = Config(block_m, block_k, block_n, vmem_limit_bytes)
+                if block_n < min(n, MIN_BLOCK_N) and block_k > LANES:
+                    break
+                if _fits(forward_vmem_bytes(config, dtype_bytes), config):
+                    return _shrink_for_decode(config, m, n, g, dtype_bytes)
+    raise _nothing_fits(m, k, n, dtype_bytes, vmem_limit_bytes)
+
+
+def choose_weight_gradient_config(
+    m: int, k: int, n: int, g: int, dtype_bytes: int, vmem_limit_bytes: int = DEFAULT_VMEM_LIMIT_BYTES
+) -> Config:
+    """Blocks for the (g, k, n) weight gradient: those that re-read lhs and grad least often.
+
+    Rows are what the product sums over, so a tile has at least as many as a matrix unit is deep (256), if there are.
+    Raises   ValueError: not even the smallest blocks fit the limit.
+    """
+    for block_m in _row_blocks(m, g, least=256):
+        best: tuple[int, Config] | None = None
+        for block_k in _splits(k):
+            for block_n in _splits(n):
+                config = Config(block_m, block_k, block_n, vmem_limit_bytes)
+                if not _fits(weight_gradient_vmem_bytes(config, dtype_bytes), config):
+                    continue
+                columns_read = k * -(-n // block_n) + n * -(-k // block_k)  # per row, of lhs and grad
+                if best is None or columns_read < best[0]:
+                    best = columns_read, config
+                break  # smaller block_n with this block_k only reads more
+        if best is not None:
+            return best[1]
+    raise _nothing_fits(m, k, n, dtype_bytes, vmem_limit_bytes)
+
+
+def forward_vmem_bytes(config: Config, dtype_bytes: int) -> int:
+    """lhs, rhs and out blocks twice, a float32 product and a float32 accumulator."""
+    m, k, n = _padded(config)
+    return 2 * (m * k + k * n + m * n) * dtype_bytes + 2 * m * n * 4
+
+
+def weight_gradient_vmem_bytes(config: Config, dtype_bytes: int) -> int:
+    """lhs, grad and out blocks twice, their cleared copies, a float32 product and a float32 accumulator."""
+    m, k, n = _padded(config)
+    return 2 * (m * k + m * n + k * n) * dtype_bytes + (m * k + m * n) * dtype_bytes + 2 * k * n * 4
+
+
+def _row_blocks(m: int, g: int, least: int = 128) -> Iterator[int]:
+    """Rows per tile, best first. A tile that is long against the groups computes rows of other groups for nothing."""
+    rows_per_group = -(-m // max(1, min(m, g)))
+    best = least if rows_per_group <= 4 * least else 2 * least if rows_per_group <= 16 * least else 512
+    rows = -(-m // 16) * 16
+    while best >= 16:
+        if best <= max(rows, 16) or best == 16:
+            yield best
+        elif best // 2 < rows:
+            yield rows
+        best //= 2
+
+
+def _splits(size: int) -> Iterator[int]:
+    """The whole axis, then ever smaller multiples of the lane count."""
+    yield size
+    last = size
+    for parts in range(2, -(-size // LANES) + 1):
+        block = -(-(-(-size // parts)) // LANES) * LANES
+        if block < last:
+            yield block
+            last = block
+
+
+def _shrink_for_decode(config: Config, m: int, n: int, g: int, dtype_bytes: int) -> Config:
+    """Narrow block_n towards DECODE_BLOCK_BYTES while re-reading lhs adds under 1 % to the bytes of the weights."""
+    chosen = config.block_n
+    for block_n in _splits(n):
+        if block_n < MIN_BLOCK_N or (-(-n // block_n) - 1) * m * 100 > min(g, m) * n:
+            break
+        if block_n <= chosen:
+            chosen = block_n
+            if config.block_k * block_n * dtype_bytes <= DECODE_BLOCK_BYTES:
+                break
+    return Config(config.block_m, config.block_k, chosen, config.vmem_limit_bytes)
+
+
+def _padded(config: Config) -> tuple[int, int, int]:
+    return config.block_m, -(-config.block_k // LANES) * LANES, -(-config.block_n // LANES) * LANES
+
+
+def _fits(vmem_bytes: int, config: Config) -> bool:
+    return vmem_bytes * 5 <= config.vmem_limit_bytes * 4
+
+
+def _nothing_fits(m: int, k: int, n: int, dtype_bytes: int, vmem_limit_bytes: int) -> ValueError:
+    return ValueError(
+        f"ragged_dot: no blocks of (m, k, n) = ({m}, {k}, {n}) with {dtype_bytes}-byte items fit "
+        f"vmem_limit_bytes = {vmem_limit_bytes}; the smallest need about 1 MiB. Raise vmem_limit_bytes."
+    )

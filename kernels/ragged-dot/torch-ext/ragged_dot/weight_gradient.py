@@ -1,0 +1,110 @@
+"""Gradient of a ragged dot for its weights: per group, the rows of `lhs` against the rows of `grad`.
+
+    out[e] = lhs[rows of e].T @ grad[rows of e]        exactly zero for a group without rows
+
+Shapes   lhs (m, k), grad (m, n), group_sizes (g,) -> out (g, k, n)
+Grid     (cdiv(k, block_k), cdiv(n, block_n), visits): a visit is one group on one row tile (visits.py), and a group
+         without rows has one visit that reads nothing new and writes zeros. Each output block is written once
+Edge     rows of other groups in the tile, rows past the last group and rows past m are cleared in both factors,
+         since what lies there may be NaN and 0 * NaN is NaN
+Memory   2 * (lhs, grad and out blocks) + a float32 accumulator + a float32 product: config.py
+Limits   bound by writing out when groups are small, by the matrix units when they are large
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .blocks import dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
+from .config import Config, choose_weight_gradient_config
+from .visits import row_bounds, visits_of_groups
+
+
+def ragged_dot_weight_gradient(
+    lhs: jax.Array,
+    grad: jax.Array,
+    group_sizes: jax.Array,
+    transpose: bool = False,
+    *,
+    config: Config | None = None,
+    interpret=False,
+) -> jax.Array:
+    """(m, k), (m, n), (g,) -> (g, k, n) in lhs.dtype, or (g, n, k) when transposed. Arguments were checked in op.py."""
+    (m, k), n, g = lhs.shape, grad.shape[1], group_sizes.shape[0]
+    if 0 in (m, k, n, g):
+        return jnp.zeros((g, n, k) if transpose else (g, k, n), lhs.dtype)
+    config = config or choose_weight_gradient_config(m, k, n, g, item_bytes(lhs, grad))
+    block_m, block_k, block_n = config.block_m, config.block_k, config.block_n
+    visits = visits_of_groups(group_sizes, m, block_m)
+
+    left, right, out_dtype = for_kernel(lhs), for_kernel(grad), kernel_out_dtype(lhs.dtype)
+    if transpose:  # (lhs.T @ grad).T is grad.T @ lhs
+        left, right, k, n, block_k, block_n = right, left, n, k, block_n, block_k
+    out = pl.pallas_call(
+        _add_visit,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(pl.cdiv(k, block_k), pl.cdiv(n, block_n), visits.count),
+            in_specs=[
+                pl.BlockSpec((block_m, block_k), lambda i, j, v, group, tile, rows: (tile[v], i)),
+                pl.BlockSpec((block_m, block_n), lambda i, j, v, group, tile, rows: (tile[v], j)),
+            ],
+            out_specs=pl.BlockSpec((None, block_k, block_n), lambda i, j, v, group, tile, rows: (group[v], i, j)),
+            scratch_shapes=[pltpu.VMEM((block_k, block_n), jnp.float32)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((g, k, n), out_dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=config.vmem_limit_bytes,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * k * n,
+            bytes_accessed=left.nbytes * pl.cdiv(n, block_n)
+            + right.nbytes * pl.cdiv(k, block_k)
+            + g * k * n * out_dtype.itemsize,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="ragged_dot_weight_gradient",
+    )(visits.group, visits.tile, visits.rows, left, right)
+    return out.astype(lhs.dtype)
+
+
+def _add_visit(group_ref, _tile, rows_ref, left_ref, right_ref, out_ref, acc_ref):
+    visit, visits = pl.program_id(2), pl.num_programs(2)
+    group = group_ref[visit]
+    is_first = (visit == 0) | (group_ref[jnp.maximum(visit - 1, 0)] != group)
+    is_last = (visit == visits - 1) | (group_ref[jnp.minimum(visit + 1, visits - 1)] != group)
+    first_row, past_row = row_bounds(rows_ref[visit])
+
+    @pl.when(past_row > 0)
+    def _():
+        left = _clear_other_rows(load(left_ref), first_row, past_row)  # (block_m, block_k)
+        right = _clear_other_rows(load(right_ref), first_row, past_row)  # (block_m, block_n)
+        product = dot_in_float32(left, right, (0,), (0,))
+
+        @pl.when(is_first)
+        def _():
+            acc_ref[...] = product
+
+        @pl.when(~is_first)
+        def _():
+            acc_ref[...] += product
+
+        @pl.when(is_last)
+        def _():
+            out_ref[...] = acc_ref[...].astype(out_ref.dtype)
+
+    @pl.when(past_row == 0)
+    def _():
+        out_ref[...] = jnp.zeros_like(out_ref)
+
+
+def _clear_other_rows(block, first_row, past_row):
+    row = jax.lax.broadcasted_iota(jnp.int32, block.shape, 0)
+    return jnp.where((row >= first_row) & (row < past_row), block, 0)

@@ -1,0 +1,241 @@
+"""Experts of a Mixture-of-Experts model: switched through Transformers' own setting, but for one model at a time.
+
+Transformers keeps the choice in the config, and experts read it at every call. A config may be shared: by two models
+built from one object, and by layers that must be left alone. So the modules of a kernelized model get a copy of their
+config, on which Transformers' setter is called; layers that are left alone keep the old one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from pallas_hub.layers import state
+from pallas_hub.layers.loading import Kernel
+from pallas_hub.layers.norms import FLOATS
+
+_SETTING = "_experts_implementation_internal"
+LAYER = "experts_forward"
+_PROBED: dict[tuple, str | None] = {}
+
+
+def is_experts(module: nn.Module) -> bool:
+    """True for modules whose class Transformers' experts decorator has prepared."""
+    return _table_of(type(module)) is not None and hasattr(module, "config") and hasattr(module, "is_transposed")
+
+
+def recognise(module: nn.Module) -> str | None:
+    """Why the kernel may not stand in for these experts, or None if it may."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if type(_table_of(type(module))) is not type(ALL_EXPERTS_FUNCTIONS):
+        return "its experts use a table of their own (quantised weights)"
+    if not state.has_class_forward(module):
+        return "its forward was already replaced on the instance"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are spread over processes; the kernel sees those of one process only"
+    if module._modules.get("parametrizations") is not None:
+        return "its weights are parametrized"
+    for name in _weight_names(module):
+        reason = _unfit_weight(module, name)
+        if reason is not None:
+            return f"{name} {reason}"
+    return None
+
+
+def _weight_names(module: nn.Module) -> list[str]:
+    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    return names + [f"{name}_bias" for name in names] if module.has_bias else names
+
+
+def _unfit_weight(module: nn.Module, name: str) -> str | None:
+    weight = module._parameters.get(name)
+    if weight is None:
+        held = getattr(module, name, None)
+        return f"is a {type(held).__name__}, not a parameter" if held is not None else "is missing"
+    if type(weight) is not nn.Parameter:
+        return f"is a {type(weight).__name__}, not a plain parameter"
+    if type(weight.data) is not torch.Tensor:
+        return f"holds a {type(weight.data).__name__}, which the kernel has no rule for"
+    if weight.dtype not in FLOATS:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return f"is {dtype}, packed or quantised; the kernel takes float32, bfloat16 and float16"
+    if weight.device.type == "meta":
+        return "is on the meta device; load the model first"
+    return None
+
+
+def _table_of(cls: type) -> object | None:
+    """The table of functions that the decorated forward of the class looks into."""
+    forward = cls.forward
+    if not hasattr(forward, "__wrapped__") or forward.__closure__ is None:
+        return None
+    cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
+    return cells["experts_interface"].cell_contents if "experts_interface" in cells else None
+
+
+def original_forward(module: nn.Module, implementation: str | None) -> Callable:
+    """The function that Transformers runs under the setting `implementation`."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    eager = type(module).forward.__wrapped__
+    return eager if implementation in (None, "eager") else ALL_EXPERTS_FUNCTIONS.get_interface(implementation, eager)
+
+
+def example_inputs(module: nn.Module, tokens: int, device: object = None) -> tuple[torch.Tensor, ...]:
+    """Random hidden states and a routing for them, of the layer's own sizes and dtype."""
+    weight = module._parameters["down_proj"]
+    experts, rows, columns = weight.shape
+    hidden = columns if module.is_transposed else rows
+    top_k = min(int(getattr(module.config, "num_experts_per_tok", None) or 2), experts)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    with torch.device("cpu"):
+        hidden_states = torch.randn(tokens, hidden, generator=generator)
+        scores, index = torch.rand(tokens, experts, generator=generator).topk(top_k)
+    weights = scores / scores.sum(-1, keepdim=True)
+    device = weight.device if device is None else device
+    return (
+        hidden_states.to(device, weight.dtype),
+        index.to(device),
+        weights.to(device, weight.dtype),
+    )
+
+
+def tolerance(module: nn.Module) -> float:
+    """Of the largest difference over the largest value.
+
+    Three roundings to the weights' dtype on the way (both projections and the weighting), seen at the largest of many
+    values; and float32 sums as long as the larger side of a weight, whose error grows with the root of their length.
+    """
+    weight = module._parameters["down_proj"]
+    longest = max(weight.shape[1:])
+    return 8 * torch.finfo(weight.dtype).eps + 4 * torch.finfo(torch.float32).eps * longest**0.5
+
+
+def probe(module: nn.Module, kernel: Kernel) -> str | None:
+    """Run kernel and original on the CPU on four experts of the layer; None, or in what they differ.
+
+    Once per class and setting: it guards against experts that compute something else under the usual names, such as
+    a gate of their own.
+    """
+    key = (type(module), kernel.module, getattr(module, "act_fn", None).__class__, _flags(module))
+    if key not in _PROBED:
+        _PROBED[key] = _difference(_few_experts(module), kernel)
+    return _PROBED[key]
+
+
+def _flags(module: nn.Module) -> tuple:
+    names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+    weight = module._parameters["down_proj"]
+    return (*(getattr(module, name, None) for name in names), weight.dtype, tuple(weight.shape[1:]))
+
+
+def _few_experts(module: nn.Module) -> nn.Module:
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    few = min(4, module._parameters["down_proj"].shape[0])
+    # An empty layer has weights of zero, or whatever the memory held: such experts would agree with anything.
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    with torch.device("cpu"):
+        twin.__dict__["_parameters"] = {
+            name: None
+            if weight is None
+            else (torch.randn(few, *weight.shape[1:], generator=generator) * weight.shape[-1] ** -0.5).to(weight.dtype)
+            for name, weight in module._parameters.items()
+        }
+    twin.__dict__["num_experts"] = few
+    return twin
+
+
+def _difference(twin: nn.Module, kernel: Kernel) -> str | None:
+    inputs = example_inputs(twin, tokens=5)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            wanted = type(twin).forward.__wrapped__(twin, *inputs).float()
+            came = kernel.module.experts_forward(twin, *inputs).float()
+    except Exception as error:
+        first = str(error).split("\n", 1)[0][:160]
+        return f"the kernel cannot run it: {type(error).__name__}: {first}"
+    if came.shape != wanted.shape:
+        return f"the kernel's result has shape {tuple(came.shape)}, the original's {tuple(wanted.shape)}"
+    error = ((came - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)).item()
+    if not error <= 4 * tolerance(twin):  # also when it is NaN
+        return f"it computes something else than the kernel: relative error {error:.1e}"
+    return None
+
+
+def switch(model: nn.Module, chosen: list[nn.Module], others: list[nn.Module], kernel: Kernel, name: str) -> None:
+    """Let the experts in `chosen` run the implementation `name`; those in `others` keep what they have."""
+    copies: dict[int, object] = {}  # id of a config -> its copy, shared by deepcopy for configs within configs
+    for experts in chosen:
+        copy.deepcopy(experts.config, copies)
+    roots = _outermost_models(model, chosen)
+    for root in roots:
+        copy.deepcopy(root.config, copies)
+    kept = set(map(id, others))
+    for module in model.modules():
+        if id(module) not in kept:
+            _exchange_configs(module, copies)
+    for root in roots:
+        root.set_experts_implementation(name)
+    for experts in chosen:
+        # Transformers' setter passes over models whose source it cannot read.
+        setattr(experts.config, _SETTING, name)
+        record = experts.__dict__[state.RECORD]
+        record.kernel, record.layer, record.implementation = kernel, LAYER, name
+
+
+def _outermost_models(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
+    from transformers import PreTrainedModel
+
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    wanted = set(map(id, chosen))
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            parts = set(map(id, module.modules()))
+            inside |= parts
+            if parts & wanted:
+                found.append(module)
+    return found
+
+
+def _exchange_configs(module: nn.Module, copies: dict[int, object]) -> None:
+    from transformers import PreTrainedConfig
+
+    for name, value in list(module.__dict__.items()):
+        if isinstance(value, PreTrainedConfig) and id(value) in copies:
+            state.exchange_value(module, name, copies[id(value)])
+
+
+def restore_configs(modules: list[nn.Module]) -> None:
+    """Put the old configs back; where the user has changed the copy meanwhile, keep it and undo the setting only."""
+    as_before: dict[int, bool] = {}
+    for module in modules:
+        record = state.record_of(module)
+        if record is None:
+            continue
+        for name, old in record.old_values.items():
+            now = module.__dict__.get(name)
+            if now is not record.new_values[name]:
+                continue  # somebody has put another config there
+            if id(now) not in as_before:
+                scratch = copy.deepcopy(now)
+                _copy_setting(old, scratch)
+                as_before[id(now)] = scratch == old
+            if as_before[id(now)]:
+                module.__dict__[name] = old
+            else:
+                _copy_setting(old, now)
+
+
+def _copy_setting(old: object, now: object) -> None:
+    if hasattr(old, _SETTING):
+        setattr(now, _SETTING, getattr(old, _SETTING))
+    for key in getattr(old, "sub_configs", ()):
+        inner_old, inner_now = getattr(old, key, None), getattr(now, key, None)
+        if inner_old is not None and inner_now is not None:
+            _copy_setting(inner_old, inner_now)

@@ -1,0 +1,196 @@
+"""Import verified kernels, and remember where each came from.
+
+Verification and import are one step: the modules of a verified kernel are compiled from source bytes whose hash was
+just compared, also those that are imported later, on first use. Bytecode caches are never read, since no digest covers
+them.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from pallas_hub.registry.digests import encode
+from pallas_hub.registry.errors import DigestMismatch, LoadError
+
+logger = logging.getLogger("pallas_hub.registry")
+
+# One load at a time: two threads running the same kernel's code would register its torch ops twice.
+load_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class LoadedFrom:
+    """Where a loaded kernel came from and why its code was allowed to run."""
+
+    name: str
+    repo_id: str
+    version: int | None
+    commit: str | None  # None: built on this machine
+    source: str  # "hub", "cache", "bundled", "source" or "local"
+    variant: str
+    trust: str
+    path: Path
+    digest: str | None  # tree digest of the files, None if the repo promises none
+
+    def __str__(self) -> str:
+        commit = f", commit {self.commit[:12]}" if self.commit else ""
+        return f"{self.repo_id} v{self.version} ({self.variant}{commit}) loaded from {self.source}: {self.trust} [{self.path}]"
+
+
+@dataclass(frozen=True)
+class _Package:
+    folder: Path
+    hashes: dict[str, str]
+    algorithm: str
+
+
+_verified: dict[str, _Package] = {}
+_origins: dict[str, LoadedFrom] = {}
+
+
+def loaded_from(thing: object) -> LoadedFrom:
+    """Where a kernel module, or a function, class or op of one, was loaded from.
+
+    Raises   LoadError: `thing` does not belong to a kernel that pallas_hub loaded.
+    """
+    name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
+    origin = _origins.get(str(name).split(".")[0])
+    if origin is None:
+        raise LoadError(
+            f"{name}: not a kernel loaded by pallas_hub. Loaded: "
+            f"{', '.join(sorted(str(known) for known in _origins)) or 'none'}."
+        )
+    return origin
+
+
+def already_loaded(module_id: str, digest: str | None, path: Path) -> ModuleType | None:
+    """The loaded module of that id with the same files; LoadError if the id is taken by something else."""
+    module = sys.modules.get(module_id)
+    if module is None:
+        return None
+    origin = _origins.get(module_id)
+    if origin is not None and (origin.path == path or (digest is not None and origin.digest == digest)):
+        return module
+    if origin is None and getattr(module, "__file__", None) and Path(module.__file__).is_relative_to(path):
+        return module  # the kernels library loaded it before us, from this very folder
+    raise LoadError(
+        f"{path}: its metadata.json claims the module name {module_id!r}, which is taken by "
+        f"{origin or getattr(module, '__file__', module)}. Load the two in separate processes."
+    )
+
+
+def register_verified(
+    module_id: str, folder: Path, hashes: dict[str, str], algorithm: str = "sha256"
+) -> None:
+    """From now on, import the submodules of `module_id` from exactly these files."""
+    _verified[module_id] = _Package(folder, hashes, algorithm)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def forget(module_id: str) -> None:
+    """Undo `register_verified` and a half-done import, so that a retry starts from scratch."""
+    _verified.pop(module_id, None)
+    for name in [name for name in sys.modules if name == module_id or name.startswith(f"{module_id}.")]:
+        del sys.modules[name]
+
+
+def import_verified(module_id: str, run: Callable[[], ModuleType] | None = None) -> ModuleType:
+    """Import a registered package, by `run` if given. On failure nothing of it stays in sys.modules."""
+    try:
+        with _no_bytecode():
+            return run() if run is not None else _import_root(module_id)
+    except BaseException:
+        forget(module_id)
+        raise
+
+
+def record(module_id: str, origin: LoadedFrom) -> None:
+    """Remember and log where a module came from; the first load is what counts."""
+    if _origins.setdefault(module_id, origin) is origin:
+        logger.info("%s", origin)
+
+
+def _import_root(module_id: str) -> ModuleType:
+    spec = _spec(module_id, "")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_id] = module
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+class _VerifiedLoader(importlib.machinery.SourceFileLoader):
+    """Compiles a module from bytes that have the promised hash, and from nothing else."""
+
+    def __init__(self, fullname: str, path: str, wanted: str, algorithm: str):
+        super().__init__(fullname, path)
+        self._wanted, self._algorithm = wanted, algorithm
+
+    def get_code(self, fullname: str):
+        path = self.get_filename(fullname)
+        data = self.get_data(path)
+        got = encode(data, self._algorithm)
+        if got != self._wanted:
+            raise DigestMismatch(
+                f"{path}: refused before running it: wanted {self._wanted}, got {got}. The file changed after the kernel "
+                "was loaded; restart the program to fetch or verify the kernel again."
+            )
+        return self.source_to_code(data, path)
+
+
+class _VerifiedFinder(importlib.abc.MetaPathFinder):
+    """Finds submodules of verified kernels among their listed files only."""
+
+    def find_spec(self, fullname: str, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
+        root, _, rest = fullname.partition(".")
+        if not rest or root not in _verified:
+            return None
+        return _spec(fullname, rest.replace(".", "/"))
+
+
+_FINDER = _VerifiedFinder()
+
+
+def _spec(fullname: str, inside: str) -> importlib.machinery.ModuleSpec | None:
+    package = _verified[fullname.split(".")[0]]
+    for relative, is_package in ((f"{inside}/__init__.py".lstrip("/"), True), (f"{inside}.py", False)):
+        if relative in package.hashes:
+            path = package.folder / relative
+            loader = _VerifiedLoader(fullname, str(path), package.hashes[relative], package.algorithm)
+            folders = [str(path.parent)] if is_package else None
+            return importlib.util.spec_from_file_location(
+                fullname, path, loader=loader, submodule_search_locations=folders
+            )
+    if _native_files(package, inside):
+        return None  # a compiled extension, verified as a file: the ordinary finders load it
+    raise ModuleNotFoundError(
+        f"No module named {fullname!r} among the verified files of {package.folder}", name=fullname
+    )
+
+
+def _native_files(package: _Package, inside: str) -> bool:
+    suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+    return any(path.startswith(f"{inside}.") and path.endswith(suffixes) for path in package.hashes)
+
+
+@contextmanager
+def _no_bytecode() -> Iterator[None]:
+    """Look for bytecode in a folder that does not exist, and write none.
+
+    The kernels library imports a kernel's __init__.py with Python's own loader, which would prefer a stale or planted
+    __pycache__ over the source that was verified.
+    """
+    saved = sys.pycache_prefix, sys.dont_write_bytecode
+    sys.pycache_prefix, sys.dont_write_bytecode = "/nonexistent/pallas-hub", True
+    try:
+        yield
+    finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = saved

@@ -1,0 +1,124 @@
+"""Check the files of a kernel against its metadata and against hub_manifests/. None of its code is run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pallas_hub.registry import hub
+from pallas_hub.registry.digests import hash_variant, promised, read_metadata, tree_digest, verify_variant
+from pallas_hub.registry.errors import DigestMismatch, SourceError, UnknownKernel
+from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
+from pallas_hub.registry.trust import Trust, reason_to_trust
+
+
+@dataclass(frozen=True)
+class VariantReport:
+    """The verdict on one build variant."""
+
+    path: Path
+    name: str
+    version: int | None
+    variant: str
+    files: int
+    digest: str
+    released: bool  # listed in hub_manifests/: loads without trust_remote_code
+
+
+def verify(target: str | Path, *, sources: Sources = OUR_SOURCES) -> list[VariantReport]:
+    """Verify every variant below a folder: a variant, a build/ folder or a whole kernel repo.
+
+    Raises   DigestMismatch: a file is not the promised one, or nothing is promised.  SourceError: no variant there.
+    """
+    folder = Path(target)
+    variants = find_variants(folder)
+    if not variants:
+        raise SourceError(
+            f"{folder}: no kernel here (no metadata.json in it, in <variant>/ or in build/<variant>/)."
+        )
+    return [_verify_one(variant, sources) for variant in variants]
+
+
+def verify_repo(
+    repo_id: str, *, version: int | None = None, revision: str | None = None, sources: Sources = OUR_SOURCES
+) -> list[VariantReport]:
+    """Download a kernel repo whole and verify all its variants."""
+    return verify(download(repo_id, version=version, revision=revision), sources=sources)
+
+
+def download(
+    repo_id: str, *, version: int | None = None, revision: str | None = None, force: bool = False
+) -> Path:
+    """Fetch all variants of a kernel into the Hub cache, so that it works offline. Nothing is run, so no trust is asked.
+
+    force   fetch again what is there already, to replace damaged files
+    """
+    from huggingface_hub.errors import RepositoryNotFoundError
+    from kernels.hf_hub import CACHE_DIR, _get_hf_api
+
+    hub.require_kernels()
+    api = _get_hf_api()
+    check_repo_id(repo_id)
+    offline = hub.is_offline()
+    try:
+        if version is None and revision is None:
+            known = hub.versions(repo_id, from_cache=offline)
+            if not known:
+                raise UnknownKernel(
+                    f"{repo_id}: no version on {hub.endpoint()}{' (offline: in the cache)' * offline}."
+                )
+            version = max(known)
+        commit = hub.find_commit(api, repo_id, version, revision, from_cache=offline)
+        folder = api.snapshot_download(
+            repo_id,
+            repo_type="kernel",
+            revision=commit,
+            cache_dir=CACHE_DIR,
+            force_download=force and not offline,
+        )
+    except RepositoryNotFoundError as error:
+        raise UnknownKernel(f"{repo_id}: no kernel repo of that name on {hub.endpoint()}.") from error
+    except Exception as error:
+        if hub.unreachable(error):
+            raise hub.unavailable(repo_id, error) from error
+        raise
+    hub.write_ref(repo_id, f"v{version}" if version is not None else str(revision), commit)
+    return Path(folder)
+
+
+def find_variants(folder: Path) -> list[Path]:
+    if (folder / "metadata.json").is_file():
+        return [folder]
+    found = sorted(
+        path.parent for pattern in ("*/", "build/*/") for path in folder.glob(f"{pattern}metadata.json")
+    )
+    return found
+
+
+def _verify_one(variant: Path, sources: Sources) -> VariantReport:
+    metadata = read_metadata(variant)
+    promise = promised(metadata)
+    if promise is None:
+        raise DigestMismatch(
+            f"{variant}: metadata.json holds no digest, so nothing can be verified. Build it again."
+        )
+    mend = "Fetch it again (pallas-hub download ORG/NAME --force) or build it again."
+    verify_variant(variant, promise[1], mend=mend, algorithm=promise[0])
+    hashes = hash_variant(variant)
+    return VariantReport(
+        path=variant,
+        name=str(metadata.get("name")),
+        version=metadata.get("version"),
+        variant=variant.name,
+        files=len(hashes),
+        digest=tree_digest(hashes),
+        released=_is_released(metadata, sources),
+    )
+
+
+def _is_released(metadata: dict, sources: Sources) -> bool:
+    from pallas_hub.registry.errors import NotTrusted
+
+    try:
+        reason_to_trust("this/build", metadata, Trust(), sources)
+    except NotTrusted:
+        return False
+    return True

@@ -1,0 +1,1 @@
+ANSWER = "imported on first use"

@@ -1,0 +1,118 @@
+"""The gradient of an op: a rule in plain torch code, or a JAX function that becomes an op of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+
+from .paths import requested_by_context, under
+from .schema import Schema
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_any_requires_grad = torch._C._any_requires_grad
+
+
+class Rule:
+    """How to go back through an op: `fn(saved, needs, *grads)`, and what to save for it."""
+
+    def __init__(self, fn: Callable, save: Iterable[str] | Callable | None, schema: Schema, op: str):
+        self.fn, self.op = fn, op
+        self.names = [argument.name for argument in schema.tensors]
+        self.save = save if callable(save) else self._checked(self.names if save is None else save)
+
+    def to_save(self, needs: SimpleNamespace) -> tuple[str, ...]:
+        return self._checked(self.save(needs)) if callable(self.save) else self.save
+
+    def _checked(self, save: Iterable[str]) -> tuple[str, ...]:
+        save = tuple(save)
+        known = [*self.names, "outputs"]
+        if isinstance(save, str) or not set(save) <= set(known):
+            raise ValueError(f"{self.op}: save must name tensor inputs or outputs, out of {known}; got {list(save)}.")
+        return save
+
+
+class Saved:
+    """What a backward rule may look at: `saved.<input>`, `saved.<attribute>`, `saved.outputs[i]`."""
+
+    def __init__(self, op: str, values: dict[str, Any]):
+        self.__dict__.update(values, _op=op)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self._op}: {name} was not saved for the backward; set_backward(..., save=...) lists what is.")
+
+
+def make_kernel(op: Any) -> Callable:
+    """The kernel that the dispatcher calls for any tensor that may need a gradient."""
+    overload, tensors, attributes = op.overload, op.schema.tensors, op.schema.attributes
+    names = [argument.name for argument in tensors]
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        with _below_autograd():
+            result = overload(*args)
+        outputs = result if isinstance(result, tuple) else (result,)
+        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
+        ctx.forced = requested_by_context()
+        ctx.attributes = args[len(tensors) :]
+        if op.rule is not None:
+            available = dict(zip(names, args, strict=False))
+            ctx.saved_names = op.rule.to_save(_needs(ctx))
+            kept = [available[name] for name in ctx.saved_names if name != "outputs"]
+            ctx.save_for_backward(*kept, *(outputs if "outputs" in ctx.saved_names else ()))
+        return result
+
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        if op.rule is None:
+            raise NotImplementedError(
+                f"{op.name}: has no gradient. If this is the backward of another op, "
+                f"a gradient of a gradient was asked for, and that is not supported."
+            )
+        needs = _needs(ctx)
+        with under(ctx.forced):
+            result = op.rule.fn(_saved(ctx), needs, *grads)
+        result = result if isinstance(result, tuple | list) else (result,)
+        if len(result) != len(names):
+            raise TypeError(
+                f"{op.name}: the backward must return one entry per tensor input ({', '.join(names)}); got {len(result)}."
+            )
+        asked = (grad if getattr(needs, name) else None for name, grad in zip(names, result, strict=True))
+        return (*asked, *(None for _ in attributes))
+
+    def _needs(ctx: Any) -> SimpleNamespace:
+        return SimpleNamespace(**dict(zip(names, ctx.needs_input_grad, strict=False)))
+
+    def _saved(ctx: Any) -> Saved:
+        values = dict(zip((a.name for a in attributes), ctx.attributes, strict=True))
+        kept = iter(ctx.saved_tensors)
+        values.update((name, next(kept)) for name in ctx.saved_names if name != "outputs")
+        if "outputs" in ctx.saved_names:
+            values["outputs"] = tuple(kept)
+        return Saved(op.name, values)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(f"{op.name}_autograd", (torch.autograd.Function,), members)
+
+    is_grad_enabled = torch.is_grad_enabled
+
+    def kernel(*args: Any) -> Any:
+        if is_grad_enabled() and _any_requires_grad(*args):
+            return _apply(function, op.fill_defaults(args))
+        with _below_autograd():
+            return overload(*args)
+
+    return kernel
+
+
+def _apply(function: Any, args: tuple) -> Any:
+    """`function.apply`, also inside torch.func.grad, which torch's own custom ops do not support.
+
+    There the dispatcher has already brought us to the level whose gradient is wanted, so the function is to
+    be applied at that level alone; `apply` would start over from the outermost one and refuse.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
