@@ -66,6 +66,13 @@ class Row:
     def failed(self) -> bool:
         return self.error is not None or (self.check is not None and not self.check.passed)
 
+    @property
+    def why_not(self) -> str | None:
+        """Why there is no timing."""
+        if self.check is not None and self.check.problem:
+            return f"check failed: {self.check.problem}"
+        return self.error or self.skipped
+
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -77,15 +84,19 @@ class CaseResult:
     def failed(self) -> bool:
         return any(row.failed for row in self.rows)
 
-    def best_other(self, row: Row) -> Row | None:
+    @property
+    def timed(self) -> list[tuple[Row, Timing]]:
+        return [(row, row.timing) for row in self.rows if row.timing]
+
+    def best_other(self, row: Row) -> tuple[Row, Timing] | None:
         """The fastest of all other rows."""
-        others = [other for other in self.rows if other.timing and other.name != row.name]
-        return min(others, key=lambda other: other.timing.median_s, default=None)
+        others = [pair for pair in self.timed if pair[0].name != row.name]
+        return min(others, key=lambda pair: pair[1].median_s, default=None)
 
     def speed(self, row: Row) -> float | None:
         """How many times as fast as the best of the others."""
         best = self.best_other(row)
-        return best.timing.median_s / row.timing.median_s if best and row.timing else None
+        return best[1].median_s / row.timing.median_s if best and row.timing else None
 
     def bandwidth(self, timing: Timing) -> float:
         """Least possible bytes per second of this timing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +62,7 @@ def tolerance_for(dtype: Any, sum_length: int) -> float:
 
 
 @contextmanager
-def recorded_torch_ops() -> Iterator[list[str]]:
+def recorded_torch_ops() -> Generator[list[str]]:
     """List the names of the torch operators that run inside, so that a rival's own fallback shows."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -18,7 +18,7 @@ def load_kernel(name: str, repo: str | None = None, source: bool = False) -> tup
     return kernel, str(loaded_from(kernel))
 
 
-def record_paths_of(kernel: Any) -> Any | None:
+def record_paths_of(kernel: Any) -> Any:
     """`record_paths` of the bridge inside this kernel (each build has its own); None without a bridge."""
     try:
         return importlib.import_module(f"{kernel.__name__}._bridge").record_paths

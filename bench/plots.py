@@ -43,13 +43,13 @@ def save_plot(machine: dict[str, Any], results: list[CaseResult], path: Path) ->
 
 
 def _draw(axes: Any, result: CaseResult) -> None:
-    rows = [row for row in result.rows if row.timing]
-    medians = [1e3 * row.timing.median_s for row in rows]
-    spreads = [1e3 * row.timing.spread_s / 2 for row in rows]
-    colors = ["tab:orange" if row.ours else "tab:blue" for row in rows]
-    bars = axes.barh([row.name for row in rows], medians, xerr=spreads, color=colors)
+    medians = [1e3 * timing.median_s for _, timing in result.timed]
+    spreads = [1e3 * timing.spread_s / 2 for _, timing in result.timed]
+    colors = ["tab:orange" if row.ours else "tab:blue" for row, _ in result.timed]
+    bars = axes.barh([row.name for row, _ in result.timed], medians, xerr=spreads, color=colors)
     axes.bar_label(bars, fmt="%.3g", padding=4, fontsize=8)
-    axes.axvline(1e3 * result.stream.median_s, color="black", linestyle="--", linewidth=1)
+    if result.stream:
+        axes.axvline(1e3 * result.stream.median_s, color="black", linestyle="--", linewidth=1)
     axes.invert_yaxis()
     axes.set_title(f"{result.case.title}; dashed: {result.case.stream_name}", fontsize=9)
     axes.set_xlabel("median, milliseconds", fontsize=8)

@@ -50,29 +50,38 @@ def text(machine: dict[str, Any], results: list[CaseResult]) -> str:
 
 def _case_lines(result: CaseResult) -> list[str]:
     case = result.case
-    cells = [_row_cells(result, row) for row in result.rows if row.timing]
-    if result.stream:
-        cells.append(_stream_cells(result, result.stream))
+    cells = [_row_cells(result, row, timing) for row, timing in result.timed]
     lines = [case.title]
-    if cells:
-        state = "cold" if result.stream and result.stream.cold else "warm"
+    if result.stream:
+        state = "cold" if result.stream.cold else "warm"
         lines.append(f"least bytes to move {size(case.least_bytes)}; caches {state}; tolerance {case.tolerance:.1e}")
-        lines += table(_COLUMNS, cells)
+        lines += table(_COLUMNS, [*cells, _stream_cells(result, result.stream)])
+        lines += _noise(result)
     for row in result.rows:
         if row.failed:
-            lines.append(f"NOT TIMED {row.name}: {row.error or 'check failed: ' + str(row.check.problem)}")
+            lines.append(f"NOT TIMED {row.name}: {row.why_not}")
         elif row.skipped:
             lines.append(f"skipped {row.name}: {row.skipped}")
     return lines
 
 
-def _row_cells(result: CaseResult, row: Row) -> list[str]:
+def _noise(result: CaseResult) -> list[str]:
+    """Name the rows whose quartiles lie far apart, so that nobody reads a difference into noise."""
+    wide = [row.name for row, timing in result.timed if timing.spread_s > 0.25 * timing.median_s]
+    return [f"noisy, spread above a quarter of the median: {', '.join(wide)}"] if wide else []
+
+
+def _row_cells(result: CaseResult, row: Row, timing: Timing) -> list[str]:
     speed, share = result.speed(row), result.share(row)
-    name = f"{row.name} (ours)" if row.ours else row.name
     return [
-        name, f"{row.check.error:.1e}", *_timing_cells(row.timing), f"{speed:.2f}" if speed else "-",
-        f"{result.bandwidth(row.timing) / 1e9:.1f}", f"{100 * share:.0f}%", row.path,
-    ]  # fmt: skip
+        f"{row.name} (ours)" if row.ours else row.name,
+        f"{row.check.error:.1e}" if row.check else "-",
+        *_timing_cells(timing),
+        f"{speed:.2f}" if speed else "-",
+        f"{result.bandwidth(timing) / 1e9:.1f}",
+        f"{share:.0%}" if share else "-",
+        row.path,
+    ]
 
 
 def _stream_cells(result: CaseResult, timing: Timing) -> list[str]:
@@ -90,14 +99,18 @@ def bridge_text(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     columns = ("shape", "dtype", "way", "median", "spread", "times direct", "calls", "check")
     cells = [
         [
-            str(row["shape"]), row["dtype"], row["way"], duration(row["median_us"] / 1e6), duration(row["iqr_us"] / 1e6),
-            f"{row['times_direct']:.1f}", str(row["calls"]), row["checked"],
+            str(row["shape"]),
+            row["dtype"],
+            row["way"],
+            duration(row["median_us"] / 1e6),
+            duration(row["iqr_us"] / 1e6),
+            f"{row['times_direct']:.1f}",
+            str(row["calls"]),
+            row["checked"],
         ]
         for row in rows
     ]  # fmt: skip
-    about = (
-        "host time of one call; direct: JAX arrays, waited for; bridge: torch tensors through our op; dlpack: by hand"
-    )
+    about = "host time per call: JAX arrays, waited for (direct); torch tensors, our op (bridge); by hand (dlpack)"
     return "\n".join([*header_lines(machine), "", about, *table(columns, cells)])
 
 
@@ -124,12 +137,12 @@ def _row_json(result: CaseResult, row: Row) -> dict[str, Any]:
         "implementation": row.name,
         "ours": row.ours,
         "status": "failed" if row.failed else "skipped" if row.skipped else "timed",
-        "reason": row.error or row.skipped or (row.check.problem if row.check else None),
+        "reason": row.why_not,
         "check_error": row.check.error if row.check else None,
         "path": row.path or None,
         "timing": row.timing.to_json() if row.timing else None,
         "speed_vs_best_other": result.speed(row),
-        "best_other": best.name if row.timing and (best := result.best_other(row)) else None,
+        "best_other": best[0].name if row.timing and (best := result.best_other(row)) else None,
         "bytes_per_s": result.bandwidth(row.timing) if row.timing else None,
         "share_of_stream": result.share(row),
     }

@@ -48,7 +48,8 @@ def _check(item: Implementation, case: Case, exact: Any, record_paths: Callable[
         result, path = run_and_name_path(item.call, recorder, item.telling_ops)
         wait_for(result)
     except Exception as error:  # whatever a rival raises is its result, not the end of the benchmark
-        return Row(item.name, item.ours, error=f"{type(error).__name__}: {error}")
+        first_line = (str(error).splitlines() or [""])[0]
+        return Row(item.name, item.ours, error=f"{type(error).__name__}: {first_line}")
     first_s = time.perf_counter() - start
     check = compare(result, exact, case.tolerance)
     return Row(item.name, item.ours, check=check, first_s=first_s, path=path or item.path)

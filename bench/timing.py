@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -126,7 +126,7 @@ def _calls_per_sample(warm_s: float) -> int:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def _no_garbage_collection() -> Generator[None]:
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

@@ -37,6 +37,7 @@ class Step:
     title: str
     passed: bool = False
     seconds: float = 0.0
+    headline: str = ""  # the one result worth repeating in the summary
     facts: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -48,6 +49,7 @@ class Demo:
     say: Callable[[str], None]
     folder: Path
     stack: ExitStack
+    workload: str = "qwen3-30b-a3b"  # what to time
     seconds: float = 2.0  # timing budget per table
     tokens: tuple[int, ...] = (1, 8, 64)
     url: str = ""
@@ -58,15 +60,12 @@ def run(say: Callable[[str], None] = print, **options: Any) -> list[Step]:
     """Run every step in order; stops after the first that fails. Needs a process that has not used a Hub before."""
     _refuse_a_used_process()
     steps: list[Step] = []
-    todo = (
-        start_hub, publish_kernels, load_kernels, check_kernels, check_interpreted, swap_model, time_layer, compile_for_tpus,
-    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="pallas-hub-demo-") as folder, ExitStack() as stack:
         demo = Demo(say, Path(folder), stack, **options)
-        for number, action in enumerate(todo, 1):
+        for number, action in enumerate(STEPS, 1):
             step = Step((action.__doc__ or "").splitlines()[0].rstrip("."))
             steps.append(step)
-            say(f"[{number}/{len(todo)}] {step.title}")
+            say(f"[{number}/{len(STEPS)}] {step.title}")
             if not _attempt(demo, step, action):
                 break
             say(f"      done in {step.seconds:.1f} s\n")
@@ -113,6 +112,7 @@ def start_hub(demo: Demo, step: Step) -> None:
     os.environ["HF_HOME"] = str(demo.folder / "hf")
     os.environ["HF_HUB_CACHE"] = str(demo.folder / "hf" / "hub")
     os.environ["PALLAS_HUB_CACHE"] = str(demo.folder / "cache")
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     step.facts["url"] = demo.url
@@ -128,7 +128,8 @@ def publish_kernels(demo: Demo, step: Step) -> None:
         first, second = (build(name, demo.folder / place / name) for place in ("first", "second"))
         _require(_bytes_of(first.path) == _bytes_of(second.path), f"{name}: two builds of the same source differ")
         done = publish(name, ORGANISATION, endpoint=demo.url, token="demo")
-        _require(done.commit is not None, f"{name}: nothing was published to an empty Hub")
+        if done.commit is None:
+            raise StepFailed(f"{name}: nothing was published to an empty Hub")
         step.facts[name] = {"repo": done.repo_id, "branch": done.branch, "commit": done.commit, **first.digests}
         variants = ", ".join(sorted(first.digests))
         demo.say(f"      {done.repo_id} {done.branch}, commit {done.commit[:12]}: {variants}; built twice, same bytes")
@@ -155,7 +156,9 @@ def load_kernels(demo: Demo, step: Step) -> None:
             ours = pallas_hub.get_kernel(repo, trust_remote_code=[repo])
         origin = pallas_hub.loaded_from(ours)
         _require(origin.source == "hub", f"{repo} was loaded from {origin.source}, not from the Hub")
-        demo.say(f"      pallas_hub.get_kernel({repo!r}) -> {origin}")
+        commit = str(origin.commit)[:12]
+        demo.say(f"      pallas_hub.get_kernel({repo!r}) -> v{origin.version}, {origin.variant}, commit {commit}")
+        demo.say(f"        from the {origin.source}; trusted because: {origin.trust}")
         demo.kernels[name] = ours
         step.facts[name] = {"version": origin.version, "variant": origin.variant, "commit": origin.commit}
 
@@ -172,9 +175,8 @@ def check_interpreted(demo: Demo, step: Step) -> None:
 
     os.environ["PALLAS_HUB_INTERPRET"] = "1"
     try:
-        recorders = [record_paths_of(kernel) for kernel in demo.kernels.values()]
         with ExitStack() as stack:
-            ran = [stack.enter_context(recorder()) for recorder in recorders]
+            ran = [stack.enter_context(record_paths_of(kernel)()) for kernel in demo.kernels.values()]
             for label, got, exact, tolerance in [*_norm_checks(demo, m=12, n=256), *_experts_checks(demo, tokens=3)]:
                 _compare(demo, step, f"{label}, interpreted", got, exact, tolerance)
     finally:
@@ -240,15 +242,18 @@ def swap_model(demo: Demo, step: Step) -> None:
         after = model(tokens).logits
         demo.say(_indent(str(pallas_hub.explain(model)), most=8))
         _require(len(report.swapped) == len(report.layers), f"{len(report.left_alone)} layers were left alone")
-        worst = report.largest_error
+        if (worst := report.largest_error) is None:
+            raise StepFailed("kernelize(verify=...) measured no layer")
         demo.say(f"      largest error of a layer on its own inputs: {worst.max_rel_error:.1e} in {worst.path}")
         error = ((after - before).abs().max() / before.abs().max()).item()
         same = (after.argmax(-1) == before.argmax(-1)).float().mean().item()
         demo.say(f"      logits before and after: largest difference {error:.1e}, same next token at {same:.0%}")
+        # Both run in float32; layers apart by 1e-6 (a few roundings) can add up over the depth, more is a mistake.
         _require(error < 1e-4, f"the logits of the swapped model are off by {error:.1e}")
         pallas_hub.unkernelize(model)
         _require(torch.equal(model(tokens).logits, before), "unkernelize did not restore the model")
     demo.say("      unkernelize: the same logits as at first, bit for bit")
+    step.headline = f"{len(report.swapped)} layers swapped, logits within {error:.0e}, restored bit for bit"
     step.facts |= {"swapped": len(report.swapped), "logits_error": error, "same_next_token": same}
 
 
@@ -272,7 +277,6 @@ def _small_model() -> tuple[Any, Any]:
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
-        head_dim=32,
         num_experts=32,
         num_experts_per_tok=8,
         norm_topk_prob=True,
@@ -282,14 +286,14 @@ def _small_model() -> tuple[Any, Any]:
 
 
 def time_layer(demo: Demo, step: Step) -> None:
-    """Time one experts layer at Qwen3-30B-A3B sizes in bfloat16 against what Transformers offers"""
+    """Time one experts layer of a real model in bfloat16 against what Transformers offers"""
     from pallas_hub.bench import machine, report
     from pallas_hub.bench.loading import record_paths_of
     from pallas_hub.bench.runner import run_case
     from pallas_hub.bench.workloads import ragged_dot as workload
 
     about, kernel, results = machine.describe_machine(), demo.kernels["ragged-dot"], []
-    for case in workload.cases(kernel, workload.DEFAULT_WORKLOAD, ["bfloat16"], demo.tokens):
+    for case in workload.cases(kernel, demo.workload, ["bfloat16"], demo.tokens):
         if case.sizes["tokens"] > 8:
             # It copies the weights of every token's experts: seconds per call at 64 tokens, and never the fastest.
             case.implementations = [item for item in case.implementations if "batched_mm" not in item.name]
@@ -300,6 +304,19 @@ def time_layer(demo: Demo, step: Step) -> None:
     demo.say(_indent(report.text(about, results)))
     step.facts |= report.to_json(about, results)
     _require(not any(result.failed for result in results), "a check failed, see the table")
+    step.headline = _speeds(results)
+
+
+def _speeds(results: list[Any]) -> str:
+    """How our row did in each table, whatever the outcome."""
+    parts = []
+    for result in results:
+        ours = next(row for row in result.rows if row.ours)
+        best = result.best_other(ours)
+        if ours.timing and best:
+            against = f"{result.speed(ours):.2f} x the best other ({best[0].name})"
+            parts.append(f"{result.case.sizes['tokens']} tokens: {against}, {result.share(ours):.0%} of the bandwidth")
+    return "; ".join(parts)
 
 
 def compile_for_tpus(demo: Demo, step: Step) -> None:
@@ -317,10 +334,26 @@ def compile_for_tpus(demo: Demo, step: Step) -> None:
             step.facts[f"{name} {target}"] = "compiled"
             _require("tpu_custom_call" in compiled.as_text(), f"{name} for {target}: no Pallas kernel in the result")
         demo.say(f"      {name}: compiled for {', '.join(TARGETS)}")
+    step.headline = f"{len(step.facts)} programs compiled, none run"
 
 
 def _tpu_programs(demo: Demo) -> Iterator[tuple[str, Callable, list[Any], dict[str, Any]]]:
-    raise NotImplementedError
+    """(name, JAX function, argument shapes, static arguments): the kernels as loaded, at model sizes."""
+    import importlib
+
+    import jax
+
+    def shaped(dtype: str, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))
+
+    norm = importlib.import_module(f"{demo.kernels['rms-norm'].__name__}.kernel")
+    x, weight = shaped("bfloat16", 512, 2048), shaped("bfloat16", 2048)
+    yield "rms_norm forward, (512, 2048) bfloat16", norm.rms_norm_forward, [x, weight], {"eps": 1e-6}
+    yield "rms_norm backward, (512, 2048) bfloat16", norm.rms_norm_backward, [x, weight, x], {"eps": 1e-6}
+    dot = importlib.import_module(f"{demo.kernels['ragged-dot'].__name__}.kernel")
+    lhs, rhs, sizes = shaped("bfloat16", 512, 2048), shaped("bfloat16", 128, 1536, 2048), shaped("int32", 128)
+    name = "ragged_dot, (512, 2048) x 128 of (1536, 2048) bfloat16"
+    yield name, dot.ragged_dot_forward, [lhs, rhs, sizes], {"transpose_rhs": True}
 
 
 def _indent(text: str, most: int | None = None) -> str:
@@ -328,3 +361,15 @@ def _indent(text: str, most: int | None = None) -> str:
     if most is not None and len(lines) > most:
         lines = [*lines[:most], f"... and {len(lines) - most} more"]
     return "\n".join(f"      {line}" for line in lines)
+
+
+STEPS = (
+    start_hub,
+    publish_kernels,
+    load_kernels,
+    check_kernels,
+    check_interpreted,
+    swap_model,
+    time_layer,
+    compile_for_tpus,
+)

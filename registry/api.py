@@ -15,7 +15,7 @@ _FLAGS = ("can_torch_compile", "has_backward")
 
 @dataclass(frozen=True)
 class Api:
-    """`names`: each name in `__all__` -> its signature, or its kind in angle brackets (`<module>`, `<class>`, `<value>`).
+    """`names`: each name in `__all__` -> its signature, or its kind: `<module>`, `<class>`, `<value>`.
 
     `layers`: layer class -> {"forward": signature, "can_torch_compile": bool, "has_backward": bool}.
     """
@@ -33,9 +33,7 @@ def read_api(name: str, trees: dict[str, ast.Module]) -> Api:
     for public in sorted(exported):
         found = _describe(public, "__init__.py", trees)
         if found is None:
-            raise BuildRefused(
-                f"{name}: __init__.py: __all__ lists {public!r}, which is neither defined nor imported."
-            )
+            raise BuildRefused(f"{name}: __init__.py: __all__ lists {public!r}, which is neither defined nor imported.")
         names[public] = found
     layers = {}
     if "layers.py" in trees:
@@ -60,9 +58,7 @@ def changes(old: Api, new: Api) -> list[str]:
         # kernelize compares the count and kinds of forward's parameters with the replaced layer's: none may be added.
         if _parameters(was["forward"]) != _parameters(now["forward"]):
             found.append(f"layer {layer}: forward{was['forward']} became forward{now['forward']}")
-        found += [
-            f"layer {layer}: {flag} was true, is false" for flag in _FLAGS if was[flag] and not now[flag]
-        ]
+        found += [f"layer {layer}: {flag} was true, is false" for flag in _FLAGS if was[flag] and not now[flag]]
     return found
 
 
@@ -86,9 +82,7 @@ def _describe(public: str, path: str, trees: dict[str, ast.Module], depth: int =
     return found
 
 
-def _follow(
-    path: str, node: ast.ImportFrom, original: str, trees: dict[str, ast.Module], depth: int
-) -> str | None:
+def _follow(path: str, node: ast.ImportFrom, original: str, trees: dict[str, ast.Module], depth: int) -> str | None:
     folders = path.split("/")[:-1]
     base = folders[: len(folders) + 1 - node.level] + (node.module.split(".") if node.module else [])
     inside = "/".join([*base, original])
@@ -107,9 +101,7 @@ def _assigns(node: ast.Assign | ast.AnnAssign, public: str) -> bool:
 
 
 def _describe_layer(layer: ast.ClassDef) -> dict:
-    forward = next(
-        node for node in layer.body if isinstance(node, ast.FunctionDef) and node.name == "forward"
-    )
+    forward = next(node for node in layer.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
     # The kernels library reads a missing has_backward as True and a missing can_torch_compile as False.
     flags = {"can_torch_compile": False, "has_backward": True}
     for node in layer.body:
@@ -129,12 +121,8 @@ def _parameters(text: str) -> list[tuple[str, str, str | None]] | None:
     if text.startswith("<"):
         return None
     args = ast.parse(f"def f{text}: ...").body[0].args  # type: ignore[attr-defined]
-    positional = [(arg.arg, "positional-only") for arg in args.posonlyargs] + [
-        (arg.arg, "plain") for arg in args.args
-    ]
-    defaults = [None] * (len(positional) - len(args.defaults)) + [
-        ast.unparse(value) for value in args.defaults
-    ]
+    positional = [(arg.arg, "positional-only") for arg in args.posonlyargs] + [(arg.arg, "plain") for arg in args.args]
+    defaults = [None] * (len(positional) - len(args.defaults)) + [ast.unparse(value) for value in args.defaults]
     result = [(name, kind, default) for (name, kind), default in zip(positional, defaults, strict=True)]
     if args.vararg:
         result.append((args.vararg.arg, "*", None))

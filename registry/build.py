@@ -132,9 +132,7 @@ def _refuse_foreign_folder(place: Path) -> None:
     if place.exists() and not place.is_dir():
         raise SourceError(f"{place} is a file; choose a folder for the build.")
     if place.is_dir() and any(place.iterdir()) and not (place / "build").is_dir():
-        raise SourceError(
-            f"{place} is not empty and holds no earlier build (no build/ in it); choose another folder."
-        )
+        raise SourceError(f"{place} is not empty and holds no earlier build (no build/ in it); choose another folder.")
 
 
 def _license_text(source: KernelSource) -> bytes:
@@ -143,6 +141,4 @@ def _license_text(source: KernelSource) -> bytes:
     for path in (own, packaged):
         if path.is_file():
             return path.read_bytes()
-    raise BuildRefused(
-        f"{source.name}: license is {source.license!r} and {own} does not exist; put its text there."
-    )
+    raise BuildRefused(f"{source.name}: license is {source.license!r} and {own} does not exist; put its text there.")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from pallas_hub.registry import hub
-from pallas_hub.registry.errors import PallasHubError, UnknownKernel
+from pallas_hub.registry.errors import PallasHubError
 from pallas_hub.registry.manifest import Manifest, Version, read_all
 from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
 
@@ -28,9 +28,7 @@ class Description:
                     "layers": version.api.layers,
                     "dtypes": version.dtypes,
                     "variants": version.variants,
-                    "builds": [
-                        {"digests": build.digests, "released": build.released} for build in version.builds
-                    ],
+                    "builds": [{"digests": build.digests, "released": build.released} for build in version.builds],
                 }
                 for number, version in self.recorded.items()
             },
@@ -68,24 +66,17 @@ def _manifest(kernel: str, sources: Sources) -> Manifest | None:
 
 
 def _ask_hub(found: Description, version: int | None) -> None:
-    from huggingface_hub.errors import RepositoryNotFoundError
-    from kernels import VariantAccepted, get_kernel_variants
+    from kernels.variants import VariantAccepted, get_variants, resolve_variants
 
     offline = hub.is_offline()
-    try:
+    with hub.plain_errors(found.repo_id):
         found.hub_versions = hub.versions(found.repo_id, from_cache=offline)
         if offline or not found.hub_versions:
             return
         chosen = version if version is not None else max(found.hub_versions)
-        commit = hub.find_commit(None, found.repo_id, chosen, None, from_cache=False)
-        for decision in get_kernel_variants(found.repo_id, revision=commit):
-            fits = isinstance(decision, VariantAccepted)
-            found.variants[decision.variant.variant_str] = (
-                "fits this machine" if fits else f"rejected: {decision.reason}"
-            )
-    except RepositoryNotFoundError as error:
-        raise UnknownKernel(f"{found.repo_id}: no kernel repo of that name on {hub.endpoint()}.") from error
-    except Exception as error:
-        if hub.unreachable(error):
-            raise hub.unavailable(found.repo_id, error) from error
-        raise
+        api = hub.client()
+        commit = hub.find_commit(api, found.repo_id, chosen, None, from_cache=False)
+        _, decisions = resolve_variants(get_variants(api, repo_id=found.repo_id, revision=commit))
+    for decision in decisions:
+        fits = isinstance(decision, VariantAccepted)
+        found.variants[decision.variant.variant_str] = "fits this machine" if fits else f"rejected: {decision.reason}"

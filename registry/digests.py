@@ -33,9 +33,7 @@ def hash_variant(variant: Path, algorithm: str = "sha256") -> dict[str, str]:
     for path in sorted(_walk(variant)):
         try:
             hashes[path] = encode((variant / path).read_bytes(), algorithm)
-        except (
-            FileNotFoundError
-        ):  # a link whose target is gone, as in a half-deleted cache: same as a missing file
+        except FileNotFoundError:  # a link whose target is gone, as in a half-deleted cache: same as a missing file
             continue
     return hashes
 
@@ -61,9 +59,7 @@ def read_metadata(variant: Path) -> dict:
     try:
         metadata = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise DigestMismatch(
-            f"{variant}: no metadata.json, so nothing says what this build should hold."
-        ) from None
+        raise DigestMismatch(f"{variant}: no metadata.json, so nothing says what this build should hold.") from None
     except ValueError as error:
         raise DigestMismatch(f"{path}: not valid JSON ({error}); fetch the kernel again.") from error
     if not isinstance(metadata, dict):
@@ -74,15 +70,11 @@ def read_metadata(variant: Path) -> dict:
 def verify_variant(variant: Path, wanted: dict[str, str], *, mend: str, algorithm: str = "sha256") -> None:
     """Raise DigestMismatch, naming each file, unless `variant` holds exactly the `wanted` files."""
     if algorithm not in ("sha256", "sha512"):
-        raise DigestMismatch(
-            f"{variant}: digest algorithm must be sha256 or sha512; metadata.json says {algorithm!r}."
-        )
+        raise DigestMismatch(f"{variant}: digest algorithm must be sha256 or sha512; metadata.json says {algorithm!r}.")
     got = hash_variant(variant, algorithm)
     faults = [*_faults(wanted, got)]
     if faults:
-        raise DigestMismatch(
-            f"{variant}: refused before running any of its code. {'; '.join(faults)}. {mend}"
-        )
+        raise DigestMismatch(f"{variant}: refused before running any of its code. {'; '.join(faults)}. {mend}")
 
 
 def _faults(wanted: dict[str, str], got: dict[str, str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,8 @@ class LoadedFrom:
 
     def __str__(self) -> str:
         commit = f", commit {self.commit[:12]}" if self.commit else ""
-        return f"{self.repo_id} v{self.version} ({self.variant}{commit}) loaded from {self.source}: {self.trust} [{self.path}]"
+        where = f"{self.repo_id} v{self.version} ({self.variant}{commit})"
+        return f"{where} loaded from {self.source}: {self.trust} [{self.path}]"
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,7 @@ def loaded_from(thing: object) -> LoadedFrom:
     name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
     origin = _origins.get(str(name).split(".")[0])
     if origin is None:
-        raise LoadError(
-            f"{name}: not a kernel loaded by pallas_hub. Loaded: "
-            f"{', '.join(sorted(str(known) for known in _origins)) or 'none'}."
-        )
+        raise LoadError(f"{name}: not a kernel loaded by pallas_hub. Loaded: {', '.join(sorted(_origins)) or 'none'}.")
     return origin
 
 
@@ -87,9 +85,7 @@ def already_loaded(module_id: str, digest: str | None, path: Path) -> ModuleType
     )
 
 
-def register_verified(
-    module_id: str, folder: Path, hashes: dict[str, str], algorithm: str = "sha256"
-) -> None:
+def register_verified(module_id: str, folder: Path, hashes: dict[str, str], algorithm: str = "sha256") -> None:
     """From now on, import the submodules of `module_id` from exactly these files."""
     _verified[module_id] = _Package(folder, hashes, algorithm)
     if _FINDER not in sys.meta_path:
@@ -121,9 +117,11 @@ def record(module_id: str, origin: LoadedFrom) -> None:
 
 def _import_root(module_id: str) -> ModuleType:
     spec = _spec(module_id, "")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_id] = module
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    spec.loader.exec_module(module)
     return module
 
 
@@ -140,8 +138,8 @@ class _VerifiedLoader(importlib.machinery.SourceFileLoader):
         got = encode(data, self._algorithm)
         if got != self._wanted:
             raise DigestMismatch(
-                f"{path}: refused before running it: wanted {self._wanted}, got {got}. The file changed after the kernel "
-                "was loaded; restart the program to fetch or verify the kernel again."
+                f"{path}: refused before running it: wanted {self._wanted}, got {got}. The file changed "
+                "after the kernel was loaded; restart the program to fetch or verify the kernel again."
             )
         return self.source_to_code(data, path)
 
@@ -182,7 +180,7 @@ def _native_files(package: _Package, inside: str) -> bool:
 
 
 @contextmanager
-def _no_bytecode() -> Iterator[None]:
+def _no_bytecode() -> Generator[None]:
     """Look for bytecode in a folder that does not exist, and write none.
 
     The kernels library imports a kernel's __init__.py with Python's own loader, which would prefer a stale or planted

@@ -10,18 +10,17 @@ from pallas_hub.registry.paths import check_repo_id
 
 
 def lock(dependencies: dict[str, int], lockfile: Path | str) -> dict[str, str]:
-    """Write the commits that `{"org/name": version}` mean now, with all they depend on. Returns "org/name@v1" -> commit.
+    """Write the commits that `{"org/name": version}` mean now, with all they depend on. Returns repo@v1 -> commit.
 
     No code is run, so locking asks for no trust; loading a locked kernel does.
     """
     from kernels._rust import KernelDependency, KernelLock, KernelLocks, KernelVersion
-    from kernels.hf_hub import _get_hf_api
 
     hub.require_kernels()
     if not dependencies:
         raise LockError("nothing to lock: name kernels as org/name@version, or list them in pyproject.toml.")
     found: dict[Any, Any] = {}
-    api = _get_hf_api()
+    api = hub.client()
     waiting = [
         KernelDependency(repo_id=check_repo_id(repo_id), version=KernelVersion.Version(version))
         for repo_id, version in dependencies.items()
@@ -48,9 +47,7 @@ def read_lock(lockfile: Path) -> Any:
             f"{lockfile} does not exist. Write it: pallas-hub lock org/name@1 --output {lockfile}"
         ) from None
     except ValueError as error:
-        raise LockError(
-            f"{lockfile}: not a lock file of the kernels library ({error}). Write it again."
-        ) from error
+        raise LockError(f"{lockfile}: not a lock file of the kernels library ({error}). Write it again.") from error
 
 
 def project_dependencies(folder: Path) -> dict[str, int]:
@@ -59,17 +56,13 @@ def project_dependencies(folder: Path) -> dict[str, int]:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise LockError(
-            f"{path} does not exist; name the kernels instead, as in: pallas-hub lock org/name@1"
-        ) from None
+        raise LockError(f"{path} does not exist; name the kernels instead, as in: pallas-hub lock org/name@1") from None
     except tomllib.TOMLDecodeError as error:
         raise LockError(f"{path}: not valid TOML: {error}") from error
     found = data.get("tool", {}).get("kernels", {}).get("dependencies")
     if not found:
         raise LockError(f'{path}: no [tool.kernels.dependencies] table, as in "pallas-hub/ragged-dot" = 1')
-    wrong = {
-        key: value for key, value in found.items() if isinstance(value, bool) or not isinstance(value, int)
-    }
+    wrong = {key: value for key, value in found.items() if isinstance(value, bool) or not isinstance(value, int)}
     if wrong:
         raise LockError(f"{path}: versions in [tool.kernels.dependencies] are whole numbers; got {wrong}.")
     return dict(found)
@@ -77,15 +70,14 @@ def project_dependencies(folder: Path) -> dict[str, int]:
 
 def _look_up(api: Any, kernel: Any) -> tuple[str, list[Any]]:
     """(commit, dependencies over all variants) of one kernel."""
-    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
     from kernels._rust import Metadata
     from kernels.hf_hub import CACHE_DIR
     from kernels.variants import get_variants
 
     version, revision = getattr(kernel.version, "version", None), getattr(kernel.version, "revision", None)
-    try:
+    depends = []
+    with hub.plain_errors(kernel.repo_id):
         commit = hub.find_commit(api, kernel.repo_id, version, revision, from_cache=False)
-        depends = []
         for variant in get_variants(api, repo_id=kernel.repo_id, revision=commit):
             path = api.hf_hub_download(
                 kernel.repo_id,
@@ -95,16 +87,6 @@ def _look_up(api: Any, kernel: Any) -> tuple[str, list[Any]]:
                 revision=commit,
             )
             depends += Metadata.read_from_file(path).kernel_depends
-    except RepositoryNotFoundError as error:
-        raise LockError(f"{kernel.repo_id}: no kernel repo of that name on {hub.endpoint()}.") from error
-    except EntryNotFoundError as error:
-        raise LockError(
-            f"{kernel.repo_id} (commit {commit[:12]}): not a complete kernel repo: {error}"
-        ) from error
-    except Exception as error:
-        if hub.unreachable(error):
-            raise hub.unavailable(kernel.repo_id, error) from error
-        raise
     return commit, depends
 
 

@@ -15,9 +15,7 @@ from pallas_hub.registry.api import Api
 from pallas_hub.registry.errors import ManifestError
 from pallas_hub.registry.paths import OUR_SOURCES, Sources
 
-_HEADER = (
-    "# Written by `pallas-hub build {name} --record`; the fields are explained in README.md of this folder.\n"
-)
+_HEADER = "# Written by `pallas-hub build {name} --record`; the fields are explained in README.md of this folder.\n"
 
 
 @dataclass
@@ -73,8 +71,8 @@ def read_manifest(name: str, sources: Sources = OUR_SOURCES) -> Manifest | None:
         return _from_toml(data)
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ManifestError(
-            f"{path}: not a valid manifest ({type(error).__name__}: {error}). Restore it from version control, or delete "
-            f"it and run: pallas-hub build {name} --record"
+            f"{path}: not a valid manifest ({type(error).__name__}: {error}). Restore it from version "
+            f"control, or delete it and run: pallas-hub build {name} --record"
         ) from error
 
 
@@ -159,9 +157,7 @@ def _to_toml(manifest: Manifest) -> str:
         for build in version.builds:
             lines += ["", f"[[{table}.builds]]", f"released = {_text(build.released)}"]
             lines.append(f"[{table}.builds.digests]")
-            lines += [
-                f"{_text(variant)} = {_text(digest)}" for variant, digest in sorted(build.digests.items())
-            ]
+            lines += [f"{_text(variant)} = {_text(digest)}" for variant, digest in sorted(build.digests.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -58,6 +58,4 @@ def check_repo_id(repo_id: str) -> str:
     hint = ""
     if isinstance(repo_id, str) and _KERNEL_NAME.fullmatch(repo_id):
         hint = f" Did you mean 'pallas-hub/{repo_id}'?"
-    raise SourceError(
-        f"repo id must be 'organisation/name', as in 'pallas-hub/ragged-dot'; got {repo_id!r}.{hint}"
-    )
+    raise SourceError(f"repo id must be 'organisation/name', as in 'pallas-hub/ragged-dot'; got {repo_id!r}.{hint}")

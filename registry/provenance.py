@@ -23,9 +23,7 @@ def provenance(source: KernelSource) -> dict:
 
 def _git(folder: Path, *arguments: str) -> str:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30
-        )
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

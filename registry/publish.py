@@ -5,7 +5,7 @@ A version appears, or moves to a new build, in one step. A new version is commit
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
@@ -106,9 +106,7 @@ def _branches(client: Any, repo_id: str) -> dict[str, str]:
 def _compare(client: Any, done: Published, files: dict[str, bytes], branches: dict[str, str]) -> None:
     there = _hashes(client, done.repo_id, branches.get(done.branch))
     done.added = sorted(path for path in files if path not in there)
-    done.changed = sorted(
-        path for path, data in files.items() if path in there and not _same(data, there[path])
-    )
+    done.changed = sorted(path for path, data in files.items() if path in there and not _same(data, there[path]))
     done.deleted = sorted(path for path in there if path not in files and path not in _FOREIGN)
 
 
@@ -130,17 +128,13 @@ def _same(data: bytes, known: str) -> bool:
     return sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == known
 
 
-def _main_changes(
-    client: Any, repo_id: str, files: dict, branches: dict[str, str], version: int
-) -> list[str]:
+def _main_changes(client: Any, repo_id: str, files: dict, branches: dict[str, str], version: int) -> list[str]:
     """Files of `main` to write: it shows the card of the newest version and holds no builds."""
     versions = [int(branch[1:]) for branch in branches if branch[:1] == "v" and branch[1:].isdecimal()]
     if version < max(versions, default=0):
         return []
     there = _hashes(client, repo_id, branches.get("main"))
-    return [
-        path for path in ("LICENSE", "README.md") if path not in there or not _same(files[path], there[path])
-    ]
+    return [path for path in ("LICENSE", "README.md") if path not in there or not _same(files[path], there[path])]
 
 
 def _push(client: Any, done: Published, files: dict[str, bytes], branches: dict[str, str]) -> None:
@@ -159,9 +153,7 @@ def _push(client: Any, done: Published, files: dict[str, bytes], branches: dict[
         client.create_commit(done.repo_id, operations, commit_message=f"Card of {message}", **main)
 
 
-def _push_new_version(
-    client: Any, done: Published, files: dict, branches: dict[str, str], message: str
-) -> str:
+def _push_new_version(client: Any, done: Published, files: dict, branches: dict[str, str], message: str) -> str:
     staging = f"staging-{done.branch}"
     where = {"repo_id": done.repo_id, "repo_type": "kernel"}
     if staging in branches:  # left by a publish that was interrupted
@@ -203,8 +195,10 @@ def _refuse_api_change(client: Any, done: Published, api: Api, commit: str) -> N
     lost = changes(published, api)
     if lost:
         raise ApiChanged(
-            f"{done.repo_id}: version {done.version} on {done.endpoint} has another public API: {'; '.join(lost)}. Whatever a "
-            f"published version holds stays in it; publish this one as version {done.version + 1} (version in build.toml)."
+            f"{done.repo_id}: version {done.version} on {done.endpoint} has another public API: "
+            f"{'; '.join(lost)}. Whatever a "
+            f"published version holds stays in it; publish this one as version {done.version + 1} (version "
+            "in build.toml)."
         )
 
 
@@ -213,9 +207,7 @@ def _published_api(client: Any, done: Published, commit: str) -> Api | None:
     builds = sorted({entry.path.split("/")[1] for entry in entries if entry.path.startswith("build/")})
     if not builds:
         return None
-    with (
-        tempfile.TemporaryDirectory() as root
-    ):  # not the user's cache: this is data to compare, not a kernel to load
+    with tempfile.TemporaryDirectory() as root:  # not the user's cache: this is data to compare, not a kernel to load
         client.snapshot_download(
             done.repo_id,
             repo_type="kernel",
@@ -234,7 +226,7 @@ def _published_api(client: Any, done: Published, commit: str) -> Api | None:
 
 
 @contextmanager
-def _words(repo_id: str, endpoint: str) -> Iterator[None]:
+def _words(repo_id: str, endpoint: str) -> Generator[None]:
     """Turn the client's errors into ones that name the cause and the mend."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -246,13 +238,9 @@ def _words(repo_id: str, endpoint: str) -> Iterator[None]:
         said = getattr(error, "server_message", None) or str(error).splitlines()[0]
         if status in (401, 403):
             text = f"not allowed to write on {endpoint} ({status}: {said}). Log in with a token that may write to the "
-            raise PublishError(
-                f"{repo_id}: {text}organisation: hf auth login, or HF_TOKEN=... {kept}"
-            ) from error
+            raise PublishError(f"{repo_id}: {text}organisation: hf auth login, or HF_TOKEN=... {kept}") from error
         if status == 412:
-            raise PublishError(
-                f"{repo_id}: somebody else pushed at the same time; publish again. {kept}"
-            ) from error
+            raise PublishError(f"{repo_id}: somebody else pushed at the same time; publish again. {kept}") from error
         if status == 507:
             raise PublishError(f"{repo_id}: no room left on {endpoint} ({said}). {kept}") from error
         raise PublishError(f"{repo_id}: {endpoint} answered {status}: {said}. {kept}") from error

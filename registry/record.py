@@ -25,9 +25,9 @@ def check_api(source: KernelSource, sources: Sources = OUR_SOURCES) -> Manifest 
     if lost:
         following = (manifest.newest or source.version) + 1
         raise ApiChanged(
-            f"{source.name}: the public API of version {source.version} changed: {'; '.join(lost)}. A version keeps what it "
-            f"once had (adding is fine). Restore it, or set version = {following} in {source.folder / 'build.toml'} and run: "
-            f"pallas-hub build {source.name} --record"
+            f"{source.name}: the public API of version {source.version} changed: {'; '.join(lost)}. A "
+            f"version keeps what it once had (adding is fine). Restore it, or set version = {following} in "
+            f"{source.folder / 'build.toml'} and run: pallas-hub build {source.name} --record"
         )
     return manifest
 
@@ -54,9 +54,7 @@ def check_recorded(name: str, sources: Sources = OUR_SOURCES) -> None:
     if version.api != new_api:
         wrong.append("its [api] or [layers] tables lack what this build adds or renames")
     if wrong:
-        raise ManifestError(
-            f"{name} v{source.version}: the manifest is out of date: {'; '.join(wrong)}. {mend}"
-        )
+        raise ManifestError(f"{name} v{source.version}: the manifest is out of date: {'; '.join(wrong)}. {mend}")
 
 
 def record(name: str, sources: Sources = OUR_SOURCES) -> Manifest:

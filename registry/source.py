@@ -61,9 +61,7 @@ def read_source(name: str, sources: Sources = OUR_SOURCES) -> KernelSource:
     python_name = name.replace("-", "_")
     package = folder / "torch-ext" / python_name
     if not (package / "__init__.py").is_file():
-        raise SourceError(
-            f"{name}: {package / '__init__.py'} does not exist; it holds the kernel's public API."
-        )
+        raise SourceError(f"{name}: {package / '__init__.py'} does not exist; it holds the kernel's public API.")
     files = _collect(package, root=folder, skip=("_bridge",))
     bridge = _bridge_folder(package, files, sources)
     if bridge is not None:
@@ -92,9 +90,7 @@ def _read_general(path: Path, name: str) -> dict:
     if not isinstance(general, dict):
         raise SourceError(f"{path}: no [general] table; it holds name, version, license and backends.")
     if "torch-noarch" not in config:
-        raise SourceError(
-            f"{path}: no [torch-noarch] table; kernels here are plain Python for every machine."
-        )
+        raise SourceError(f"{path}: no [torch-noarch] table; kernels here are plain Python for every machine.")
     _check_general(general, path, name)
     return general
 
@@ -110,16 +106,16 @@ def _check_general(general: dict, path: Path, name: str) -> None:
         raise SourceError(f"{path}: general.version counts from 1; got {general['version']}.")
     unknown = sorted(set(general["backends"]) - set(BACKENDS))
     if unknown or not general["backends"]:
-        raise SourceError(
-            f"{path}: general.backends must be some of {', '.join(BACKENDS)}; got {general['backends']}."
-        )
+        raise SourceError(f"{path}: general.backends must be some of {', '.join(BACKENDS)}; got {general['backends']}.")
     if not isinstance(general.get("hub", {}).get("repo-id"), str):
         raise SourceError(f'{path}: [general.hub] must hold repo-id, as in repo-id = "pallas-hub/{name}".')
     for key in ("python-depends", "kernel-depends"):
         if general.get(key):
             raise SourceError(
-                f"{path}: general.{key} = {general[key]} is not supported: the kernels library refuses packages it does "
-                "not list (jax among them), so a kernel imports what it needs on first use and says so when it is missing."
+                f"{path}: general.{key} = {general[key]} is not supported: the kernels library refuses "
+                "packages it does "
+                "not list (jax among them), so a kernel imports what it needs on first use and says so when "
+                "it is missing."
             )
 
 

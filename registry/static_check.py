@@ -1,7 +1,7 @@
 """Rules for the Python of a published kernel, checked on the syntax tree: none of the kernel's code is run.
 
-A build variant is loaded from a cache folder, far from any package, so it may import the standard library, torch,
-jax (with numpy and ml_dtypes, which come with jax) and, relatively, itself.
+A build variant is loaded from a cache folder, far from any package, so it may import the standard library, torch
+(with sympy, which it requires), jax (with numpy and ml_dtypes, which it requires) and, relatively, itself.
 """
 
 import ast
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pallas_hub.registry.errors import BuildRefused
 
-ALLOWED_PACKAGES = frozenset({"torch", "jax", "numpy", "ml_dtypes"})
+ALLOWED_PACKAGES = frozenset({"torch", "sympy", "jax", "numpy", "ml_dtypes"})
 
 # What the kernels library accepts on a layer class, see kernels.layer._validate_layer.
 LAYER_MEMBERS = frozenset({"forward", "can_torch_compile", "has_backward"})
@@ -26,9 +26,7 @@ def parse_files(name: str, files: dict[str, bytes]) -> dict[str, ast.Module]:
             trees[path] = ast.parse(data, filename=path)
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None) or 0
-            raise BuildRefused(
-                f"{name}: {path}:{line}: not valid Python {sys.version_info[0]}: {error}."
-            ) from error
+            raise BuildRefused(f"{name}: {path}:{line}: not valid Python {sys.version_info[0]}: {error}.") from error
     return trees
 
 
@@ -39,15 +37,11 @@ def check_sources(name: str, files: dict[str, bytes]) -> dict[str, ast.Module]:
     for path, tree in trees.items():
         faults += [f"{path}:{line}: {fault}" for line, fault in _import_faults(path, tree, files)]
     if literal_all(trees["__init__.py"]) is None:
-        faults.append(
-            "__init__.py: no __all__ = [...] of plain strings; it is the public API that a version keeps"
-        )
+        faults.append("__init__.py: no __all__ = [...] of plain strings; it is the public API that a version keeps")
     if "layers.py" in trees:
         faults += [f"layers.py:{line}: {fault}" for line, fault in _layer_faults(trees["layers.py"])]
     if faults:
-        raise BuildRefused(
-            f"{name}: {len(faults)} rule{'s' * (len(faults) > 1)} broken:\n  " + "\n  ".join(faults)
-        )
+        raise BuildRefused(f"{name}: {len(faults)} rule{'s' * (len(faults) > 1)} broken:\n  " + "\n  ".join(faults))
     return trees
 
 
@@ -56,16 +50,11 @@ def literal_all(tree: ast.Module) -> list[str] | None:
     values = [
         node.value
         for node in tree.body
-        if isinstance(node, ast.Assign)
-        and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
     ]
     if len(values) != 1 or not isinstance(values[0], ast.List | ast.Tuple):
         return None
-    names = [
-        item.value
-        for item in values[0].elts
-        if isinstance(item, ast.Constant) and isinstance(item.value, str)
-    ]
+    names = [item.value for item in values[0].elts if isinstance(item, ast.Constant) and isinstance(item.value, str)]
     return names if names and len(names) == len(values[0].elts) else None
 
 

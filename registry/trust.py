@@ -42,7 +42,8 @@ def reason_to_trust(repo_id: str, metadata: dict, trust: Trust, sources: Sources
     if repo_id in trust.repos:
         return f"trust_remote_code lists {repo_id}"
     raise NotTrusted(
-        f"{repo_id}: refused before running any of its code: it is not a build listed in hub_manifests, and you gave no "
+        f"{repo_id}: refused before running any of its code: it is not a build listed in hub_manifests, and "
+        "you gave no "
         f'consent for this repo. If you trust its authors, pass trust_remote_code=["{repo_id}"].'
     )
 
@@ -67,8 +68,8 @@ def _released(metadata: dict, sources: Sources) -> str | None:
     backends = {entry.variant.removeprefix("torch-") for entry in found}
     if metadata.get("id") not in {kernel_id(name, version, backend, digest) for backend in backends}:
         raise DigestMismatch(
-            f"{name} v{version}: metadata.json claims the id {metadata.get('id')!r}, which our builder did not write for "
-            "these files; the repo was tampered with. Publish or fetch it again."
+            f"{name} v{version}: metadata.json claims the id {metadata.get('id')!r}, which our builder did "
+            "not write for these files; the repo was tampered with. Publish or fetch it again."
         )
     if metadata.get("kernel-depends") or metadata.get("python-depends"):
         raise DigestMismatch(

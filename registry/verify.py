@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pallas_hub.registry import hub
+from pallas_hub.registry import fetch, hub
 from pallas_hub.registry.digests import hash_variant, promised, read_metadata, tree_digest, verify_variant
 from pallas_hub.registry.errors import DigestMismatch, SourceError, UnknownKernel
 from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
@@ -31,9 +31,7 @@ def verify(target: str | Path, *, sources: Sources = OUR_SOURCES) -> list[Varian
     folder = Path(target)
     variants = find_variants(folder)
     if not variants:
-        raise SourceError(
-            f"{folder}: no kernel here (no metadata.json in it, in <variant>/ or in build/<variant>/)."
-        )
+        raise SourceError(f"{folder}: no kernel here (no metadata.json in it, in <variant>/ or in build/<variant>/).")
     return [_verify_one(variant, sources) for variant in variants]
 
 
@@ -44,29 +42,26 @@ def verify_repo(
     return verify(download(repo_id, version=version, revision=revision), sources=sources)
 
 
-def download(
-    repo_id: str, *, version: int | None = None, revision: str | None = None, force: bool = False
-) -> Path:
-    """Fetch all variants of a kernel into the Hub cache, so that it works offline. Nothing is run, so no trust is asked.
+def download(repo_id: str, *, version: int | None = None, revision: str | None = None, force: bool = False) -> Path:
+    """Fetch all variants of a kernel into the Hub cache, so that it works offline. It runs nothing and asks no trust.
 
     force   fetch again what is there already, to replace damaged files
     """
-    from huggingface_hub.errors import RepositoryNotFoundError
-    from kernels.hf_hub import CACHE_DIR, _get_hf_api
+    from kernels.hf_hub import CACHE_DIR
 
     hub.require_kernels()
-    api = _get_hf_api()
+    api = hub.client()
     check_repo_id(repo_id)
     offline = hub.is_offline()
-    try:
+    with hub.plain_errors(repo_id):
         if version is None and revision is None:
             known = hub.versions(repo_id, from_cache=offline)
             if not known:
-                raise UnknownKernel(
-                    f"{repo_id}: no version on {hub.endpoint()}{' (offline: in the cache)' * offline}."
-                )
+                raise UnknownKernel(f"{repo_id}: no version on {hub.endpoint()}{' (offline: in the cache)' * offline}.")
             version = max(known)
         commit = hub.find_commit(api, repo_id, version, revision, from_cache=offline)
+        if force and not offline:
+            fetch.discard_snapshot(repo_id, commit)
         folder = api.snapshot_download(
             repo_id,
             repo_type="kernel",
@@ -74,22 +69,14 @@ def download(
             cache_dir=CACHE_DIR,
             force_download=force and not offline,
         )
-    except RepositoryNotFoundError as error:
-        raise UnknownKernel(f"{repo_id}: no kernel repo of that name on {hub.endpoint()}.") from error
-    except Exception as error:
-        if hub.unreachable(error):
-            raise hub.unavailable(repo_id, error) from error
-        raise
-    hub.write_ref(repo_id, f"v{version}" if version is not None else str(revision), commit)
+    fetch.write_ref(repo_id, f"v{version}" if version is not None else str(revision), commit)
     return Path(folder)
 
 
 def find_variants(folder: Path) -> list[Path]:
     if (folder / "metadata.json").is_file():
         return [folder]
-    found = sorted(
-        path.parent for pattern in ("*/", "build/*/") for path in folder.glob(f"{pattern}metadata.json")
-    )
+    found = sorted(path.parent for pattern in ("*/", "build/*/") for path in folder.glob(f"{pattern}metadata.json"))
     return found
 
 
@@ -97,9 +84,7 @@ def _verify_one(variant: Path, sources: Sources) -> VariantReport:
     metadata = read_metadata(variant)
     promise = promised(metadata)
     if promise is None:
-        raise DigestMismatch(
-            f"{variant}: metadata.json holds no digest, so nothing can be verified. Build it again."
-        )
+        raise DigestMismatch(f"{variant}: metadata.json holds no digest, so nothing can be verified. Build it again.")
     mend = "Fetch it again (pallas-hub download ORG/NAME --force) or build it again."
     verify_variant(variant, promise[1], mend=mend, algorithm=promise[0])
     hashes = hash_variant(variant)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from .paths import requested_by_context, under
 from .schema import Schema
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_NOTHING = contextlib.nullcontext()
+_functorch_is_active = torch._C._are_functorch_transforms_active
 _any_requires_grad = torch._C._any_requires_grad
 
 
@@ -42,7 +46,9 @@ class Saved:
         self.__dict__.update(values, _op=op)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{self._op}: {name} was not saved for the backward; set_backward(..., save=...) lists what is.")
+        raise AttributeError(
+            f"{self._op}: {name} was not saved for the backward; name it in set_backward(..., save=...)."
+        )
 
 
 def make_kernel(op: Any) -> Callable:
@@ -51,7 +57,8 @@ def make_kernel(op: Any) -> Callable:
     names = [argument.name for argument in tensors]
 
     def forward(ctx: Any, *args: Any) -> Any:
-        with _below_autograd():
+        # torch calls this without grad mode. In nested torch.func transforms, an outer level must still record.
+        with torch.set_grad_enabled(_functorch_is_active()), _below_autograd():
             result = overload(*args)
         outputs = result if isinstance(result, tuple) else (result,)
         ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
@@ -71,12 +78,12 @@ def make_kernel(op: Any) -> Callable:
                 f"a gradient of a gradient was asked for, and that is not supported."
             )
         needs = _needs(ctx)
-        with under(ctx.forced):
+        with under(ctx.forced), without_autocast(grads[0].device.type):
             result = op.rule.fn(_saved(ctx), needs, *grads)
         result = result if isinstance(result, tuple | list) else (result,)
         if len(result) != len(names):
             raise TypeError(
-                f"{op.name}: the backward must return one entry per tensor input ({', '.join(names)}); got {len(result)}."
+                f"{op.name}: the backward must return one entry for each of {', '.join(names)}; got {len(result)}."
             )
         asked = (grad if getattr(needs, name) else None for name, grad in zip(names, result, strict=True))
         return (*asked, *(None for _ in attributes))
@@ -95,15 +102,26 @@ def make_kernel(op: Any) -> Callable:
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function: Any = type(f"{op.name}_autograd", (torch.autograd.Function,), members)
 
-    is_grad_enabled = torch.is_grad_enabled
-
     def kernel(*args: Any) -> Any:
-        if is_grad_enabled() and _any_requires_grad(*args):
+        if torch.is_grad_enabled() and _any_requires_grad(*args):
             return _apply(function, op.fill_defaults(args))
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op.name, args)
         with _below_autograd():
             return overload(*args)
 
     return kernel
+
+
+def without_autocast(device: str) -> Any:
+    """An op computes in the dtypes it was given, as its fake says, also inside torch.autocast."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
+def _refuse_tangents(op: str, args: tuple) -> None:
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(f"{op}: has no forward-mode derivative; use reverse mode (backward, grad, vjp).")
 
 
 def _apply(function: Any, args: tuple) -> Any:
@@ -112,7 +130,7 @@ def _apply(function: Any, args: tuple) -> Any:
     There the dispatcher has already brought us to the level whose gradient is wanted, so the function is to
     be applied at that level alone; `apply` would start over from the outermost one and refuse.
     """
-    if not torch._C._are_functorch_transforms_active():
+    if not _functorch_is_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
         return super(torch.autograd.Function, function).apply(*args)

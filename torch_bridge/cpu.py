@@ -6,7 +6,7 @@ vary; `CpuRunner.traces` counts. On CPU nothing is padded to buckets: a trace co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .exchange import fresh, to_numpy, to_torch
@@ -49,7 +49,7 @@ class CpuRunner:
 
         def traced(*arrays: Any) -> Any:
             self.traces += 1
-            outputs = fresh(as_outputs(fn(*arrays, **keywords), self.schema, self.op), arrays)
+            outputs = fresh(run(fn, arrays, keywords, self.schema, self.op), arrays)
             return outputs if self.schema.returns_tuple else outputs[0]
 
         if jax.default_backend() == "cpu":
@@ -59,7 +59,13 @@ class CpuRunner:
         return jax.jit(traced, in_shardings=cpu, out_shardings=cpu)
 
 
-def as_outputs(result: Any, schema: Schema, op: str) -> list:
+def run(fn: Callable, arrays: Sequence, keywords: dict, schema: Schema, op: str) -> list:
+    """The outputs of the op's JAX function, as many as the schema says; its errors tell whose they are."""
+    try:
+        result = fn(*arrays, **keywords)
+    except Exception as error:
+        error.add_note(f"This was raised while JAX traced {op}.")
+        raise
     outputs = list(result) if isinstance(result, tuple | list) else [result]
     if len(outputs) != schema.n_outputs or isinstance(result, tuple | list) != schema.returns_tuple:
         wanted = f"a tuple of {schema.n_outputs}" if schema.returns_tuple else "one array"

@@ -20,6 +20,8 @@ INT32 = torch.iinfo(torch.int32)
 
 def to_numpy(tensor: torch.Tensor, op: str, argument: str) -> Any:
     """A view of the tensor's memory; a copy only if it is not row-major, or int64."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{op}: {argument} has layout {tensor.layout}; give a dense tensor. Try .to_dense().")
     if tensor.requires_grad:
         tensor = tensor.detach()
     if not tensor.is_contiguous():

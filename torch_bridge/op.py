@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from . import autograd, lazy, paths, vmap
+from . import autograd, direct, lazy, paths, vmap
+from .autograd import without_autocast
 from .cpu import CpuRunner
+from .dtypes import jax_name
 from .lazy import Lazy
 from .schema import Schema, schema_of
 from .shapes import Shapes
@@ -68,8 +70,11 @@ class JaxOp:
         self.namespace = _claim(namespace, name)
         self.qualname = f"{self.namespace}::{name}"
         self.__doc__ = inspect.getdoc(torch_fn or fn)
+        self._n_tensors, self._n_arguments = len(schema.tensors), len(schema.arguments)
+        self._has_lists = any(argument.type.endswith("[]") for argument in schema.attributes)
         self._defaults = tuple(argument.default for argument in schema.arguments)
         self._shapes = Shapes(name, schema, shape_fn or fn, wide=torch_fn is not None)
+        self._is_plain = direct.plain_call(schema)
         self._choices: dict[tuple[str, str], str] = {}
         self._cpu = CpuRunner(name, schema, self.load)
         self._pallas: bool | None = None
@@ -82,12 +87,14 @@ class JaxOp:
         self._library = torch.library.Library(self.namespace, "FRAGMENT")
         self._library.define(self.name + str(self.schema), tags=TAGS)
         self.overload = getattr(getattr(torch.ops, self.namespace), self.name).default
-        self._library.impl(self.name, self._run, "CompositeExplicitAutograd")
+        self._library.impl(self.name, self.run, "CompositeExplicitAutograd")
         self._library.impl(self.name, autograd.make_kernel(self), "Autograd")
         torch.library.register_fake(self.qualname, self._fake, lib=self._library)
         torch.library.register_vmap(self.qualname, self._batched, lib=self._library)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs and self._is_plain(args):
+            return self.run(*args)
         return self.overload(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -139,12 +146,13 @@ class JaxOp:
 
     def fill_defaults(self, args: tuple) -> tuple:
         """The dispatcher leaves out trailing arguments that equal their default."""
-        return args if len(args) == len(self._defaults) else args + self._defaults[len(args) :]
+        return args + self._defaults[len(args) :]
 
-    def _run(self, *args: Any) -> Any:
-        n_tensors = len(self.schema.tensors)
-        args = self.fill_defaults(args)
-        tensors, attributes = args[:n_tensors], args[n_tensors:]
+    def run(self, *args: Any) -> Any:
+        """Below autograd and everything else: choose the path and take it."""
+        if len(args) != self._n_arguments:
+            args = self.fill_defaults(args)
+        tensors, attributes = args[: self._n_tensors], args[self._n_tensors :]
         device = self._one_device(tensors)
         wanted, interpret = paths.requested()
         path = self._choices.get((device, wanted))
@@ -153,21 +161,27 @@ class JaxOp:
         for ran in state.recorders:
             ran.append((self.qualname, path))
         if path == "torch":
-            return _row_major(self.torch_fn(*args), tensors)
+            with without_autocast(device):
+                return _row_major(self.torch_fn(*args), tensors)
+        if self._has_lists:
+            attributes = _hashable(attributes)
         if path == "pallas":
             return self._run_on_tpu(tensors, attributes)
-        return self._cpu(tensors, _hashable(attributes), interpret if path == "interpret" else None)
+        return self._cpu(tensors, attributes, interpret if path == "interpret" else None)
 
     def _run_on_tpu(self, tensors: tuple, attributes: tuple) -> Any:
+        for tensor, argument in zip(tensors, self.schema.tensors, strict=True):
+            if tensor is not None:
+                jax_name(tensor.dtype, self.name, argument.name)  # refuses what a TPU lacks
         # A TPU has no 64-bit integers. Looking at the values would wait for the device, so it isn't done.
         tensors = tuple(t.to(torch.int32) if t is not None and t.dtype is torch.int64 else t for t in tensors)
         return self.tpu_op(*tensors, *attributes)
 
     def _fake(self, *args: Any) -> Any:
         args = self.fill_defaults(args)
-        tensors = args[: len(self.schema.tensors)]
+        tensors = args[: self._n_tensors]
         self._one_device(tensors)
-        outputs = self._shapes(tensors, _hashable(args[len(tensors) :]))
+        outputs = self._shapes(tensors, _hashable(args[self._n_tensors :]))
         results = [torch.empty(shape, dtype=dtype, device=tensors[0].device) for shape, dtype in outputs]
         return tuple(results) if self.schema.returns_tuple else results[0]
 
@@ -175,18 +189,16 @@ class JaxOp:
         return self._vmap(info, in_dims, *args) if self._vmap else vmap.loop(self, info, in_dims, *args)
 
     def _one_device(self, tensors: tuple) -> str:
-        device = tensors[0].device
-        if len(tensors) == 1:
-            return device.type
-        for tensor in tensors[1:]:
-            if tensor is not None and tensor.device != device:
-                each = ", ".join(
-                    f"{a.name} on {t.device}"
-                    for a, t in zip(self.schema.tensors, tensors, strict=True)
-                    if t is not None
-                )
-                raise ValueError(f"{self.name}: all tensors must be on one device; got {each}.")
-        return device.type
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_cpu:  # a third of the cost of tensor.device
+                break
+        else:
+            return "cpu"
+        given = {a.name: t.device for a, t in zip(self.schema.tensors, tensors, strict=True) if t is not None}
+        if len(set(given.values())) > 1:
+            each = ", ".join(f"{name} on {device}" for name, device in given.items())
+            raise ValueError(f"{self.name}: all tensors must be on one device; got {each}.")
+        return tensors[0].device.type
 
 
 def _claim(namespace: str, name: str) -> str:
@@ -200,7 +212,7 @@ def _claim(namespace: str, name: str) -> str:
 
 
 def _hashable(attributes: tuple) -> tuple:
-    return tuple([tuple(a) if isinstance(a, list) else a for a in attributes]) if attributes else ()
+    return tuple(tuple(a) if isinstance(a, list) else a for a in attributes)
 
 
 def _row_major(result: Any, inputs: tuple) -> Any:

@@ -95,7 +95,7 @@ def choose(op: Any, device: str, path: str) -> str:
         return "interpret" if op.is_pallas() else "jax"
     if op.is_pallas():
         raise RuntimeError(
-            f'{op.name}: is a Pallas kernel, which path "jax" can\'t compile for cpu. use_path("interpret") interprets it.'
+            f'{op.name}: path "jax" can\'t compile a Pallas kernel for cpu. use_path("interpret") interprets it.'
         )
     return path
 

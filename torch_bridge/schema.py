@@ -99,7 +99,10 @@ def _returns(annotation: Any, op: str) -> tuple[int, bool]:
     names = [name.strip() for name in inside.group(1).split(",")] if inside else []
     if len(names) > 1 and all(name in TENSOR_NAMES for name in names):
         return len(names), True
-    raise TypeError(f"{op}: the return annotation must be Tensor, or tuple[Tensor, Tensor, ...] with one entry for each of two or more outputs; got {text}.")
+    raise TypeError(
+        f"{op}: the return annotation must be Tensor, or for several outputs a tuple like tuple[Tensor, Tensor]; "
+        f"got {text}."
+    )
 
 
 def _text(annotation: Any) -> str:

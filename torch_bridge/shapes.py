@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import lazy, symbols
-from .cpu import as_outputs
+from .cpu import run
 from .dtypes import TO_TORCH, WIDE, jax_name, numpy_dtype
 from .schema import Schema
 
@@ -49,6 +49,5 @@ class Shapes:
                 None if shape is None else jax.ShapeDtypeStruct(shape, numpy_dtype(dtype))
                 for shape, dtype in zip(shapes, dtypes, strict=True)
             ]
-            result = jax.eval_shape(lambda *a: fn(*a, **keywords), *arrays)
-        outputs = as_outputs(result, self.schema, self.op)
+            outputs = jax.eval_shape(lambda *arrays: run(fn, arrays, keywords, self.schema, self.op), *arrays)
         return [(tuple(output.shape), TO_TORCH[output.dtype.name]) for output in outputs]

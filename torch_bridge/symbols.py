@@ -86,9 +86,7 @@ class Sizes:
 
     def _map(self, convert: Callable) -> tuple:
         return tuple(
-            None
-            if shape is None
-            else tuple(convert(s.node.expr) if isinstance(s, torch.SymInt) else s for s in shape)
+            None if shape is None else tuple(convert(s.node.expr) if isinstance(s, torch.SymInt) else s for s in shape)
             for shape in self.shapes
         )
 

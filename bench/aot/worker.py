@@ -23,6 +23,7 @@ DUMP_FLAGS = {
         "--xla_jf_dump_to={dump}",
         "--xla_jf_dump_llo_text=true",
         "--xla_jf_dump_static_llo_profile_to={dump}/profile",
+        "--xla_jf_hlo_deduplication=false",  # the profiler can't find operations that share code
     ),
     "nothing": (),
 }

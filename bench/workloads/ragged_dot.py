@@ -34,6 +34,8 @@ class ExpertsSize:
 DEFAULT_WORKLOAD = "qwen3-30b-a3b"
 _SMALL = ExpertsSize(experts=16, hidden=256, intermediate=128, top_k=4)
 
+_SLOW = ("torch.compile of grouped_mm", "jitted JAX, no Pallas")
+
 # The operator that shows which product ran: torch's grouped product, or the loop Transformers falls back to.
 _GROUPED_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
@@ -48,8 +50,13 @@ def workloads(kernel: Any) -> dict[str, ExpertsSize]:
     return sizes | {"small": _SMALL}
 
 
-def cases(kernel: Any, workload: str, dtypes: Sequence[str], tokens: Sequence[int]) -> Iterator[Case]:
-    """One case per dtype and number of tokens. The weights are drawn once per dtype."""
+def cases(
+    kernel: Any, workload: str, dtypes: Sequence[str], tokens: Sequence[int], everything: bool = False
+) -> Iterator[Case]:
+    """One case per dtype and number of tokens. The weights are drawn once per dtype.
+
+    `everything` adds the rivals that need seconds per call or half a minute of compilation.
+    """
     import torch
 
     size = workloads(kernel)[workload]
@@ -57,7 +64,7 @@ def cases(kernel: Any, workload: str, dtypes: Sequence[str], tokens: Sequence[in
         dtype = getattr(torch, dtype_name)
         module = experts_module(size, dtype)
         for count in tokens:
-            yield _case(kernel, workload, size, module, dtype, count)
+            yield _case(kernel, workload, size, module, dtype, count, everything)
 
 
 def experts_module(size: ExpertsSize, dtype: Any) -> Any:
@@ -88,7 +95,9 @@ def experts_module(size: ExpertsSize, dtype: Any) -> Any:
     return module
 
 
-def _case(kernel: Any, workload: str, size: ExpertsSize, module: Any, dtype: Any, tokens: int) -> Case:
+def _case(
+    kernel: Any, workload: str, size: ExpertsSize, module: Any, dtype: Any, tokens: int, everything: bool
+) -> Case:
     import torch
 
     generator = torch.Generator().manual_seed(tokens)
@@ -109,7 +118,11 @@ def _case(kernel: Any, workload: str, size: ExpertsSize, module: Any, dtype: Any
         least_bytes=sum(t.nbytes for t in moved) + hidden.nbytes,  # the result is as large as `hidden`
         stream=streaming_read(moved),
         stream_name="streaming read of the active weights",
-        implementations=_implementations(kernel, size, module, arguments),
+        implementations=[
+            *_implementations(kernel, size, module, arguments),
+            *(_slow_rivals(module, arguments) if everything else ()),
+        ],
+        unavailable={} if everything else dict.fromkeys(_SLOW, "slow to start or to run; --all measures it"),
     )
 
 
@@ -146,6 +159,45 @@ def _through_transformers(module: Any, name: str, arguments: tuple) -> Callable[
         return module(*arguments)
 
     return call
+
+
+def _slow_rivals(module: Any, arguments: tuple) -> list[Implementation]:
+    """torch.compile of the one form that traces as one graph, and XLA's own ragged product."""
+    import torch
+
+    compiled = torch.compile(_through_transformers(module, "grouped_mm", arguments), fullgraph=True)
+    calls = (compiled, _jitted_jax(module, arguments))
+    paths = ("inductor", "XLA CPU, jax.lax.ragged_dot")
+    rows = [Implementation(name, call, path=path) for name, call, path in zip(_SLOW, calls, paths, strict=True)]
+    return [without_gradients(row) for row in rows]
+
+
+def _jitted_jax(module: Any, arguments: tuple) -> Callable[[], Any]:
+    """The layer in jax.numpy and jax.lax.ragged_dot, on the same weights (shared, not copied)."""
+    import jax
+    import jax.numpy as jnp
+
+    weights = (module.gate_up_proj.detach(), module.down_proj.detach())
+    gate_up, down, hidden, index, scale = (jax.dlpack.from_dlpack(t) for t in (*weights, *_int32(arguments)))
+    experts, top_k = gate_up.shape[0], index.shape[1]
+
+    @jax.jit
+    def layer(gate_up, down, hidden, index, scale):
+        order = jnp.argsort(index.reshape(-1), stable=True)
+        sizes = jnp.bincount(index.reshape(-1), length=experts).astype(jnp.int32)
+        rows = hidden[order // top_k]
+        gates, ups = jnp.split(jax.lax.ragged_dot(rows, gate_up.swapaxes(1, 2), sizes), 2, axis=-1)
+        product = jax.lax.ragged_dot(jax.nn.silu(gates) * ups, down.swapaxes(1, 2), sizes)
+        weighted = product.astype(jnp.float32) * scale.reshape(-1)[order, None]
+        return jnp.zeros(hidden.shape, jnp.float32).at[order // top_k].add(weighted).astype(hidden.dtype)
+
+    return lambda: layer(gate_up, down, hidden, index, scale)
+
+
+def _int32(arguments: tuple) -> tuple:
+    """JAX has no int64 by default."""
+    hidden, index, scale = arguments
+    return hidden, index.int(), scale
 
 
 def torch_loop(module: Any, hidden: Any, index: Any, weights: Any) -> Any:

@@ -29,8 +29,10 @@ def workloads(kernel: Any) -> dict[str, dict[int, int]]:
     return _WIDTHS
 
 
-def cases(kernel: Any, workload: str, dtypes: Sequence[str], tokens: Sequence[int]) -> Iterator[Case]:
-    """One case per dtype and number of tokens."""
+def cases(
+    kernel: Any, workload: str, dtypes: Sequence[str], tokens: Sequence[int], everything: bool = False
+) -> Iterator[Case]:
+    """One case per dtype and number of tokens. Every rival is always in."""
     import torch
 
     widths = workloads(kernel)[workload]
@@ -77,7 +79,7 @@ def _implementations(kernel: Any, x: Any, weight: Any) -> tuple[list[Implementat
         Implementation(
             "torch F.rms_norm",
             lambda: functional.rms_norm(x, (n,), weight, EPS),
-            telling_ops=("aten::_fused_rms_norm",),
+            telling_ops=("aten::_fused_rms_norm", "aten::rsqrt"),
         ),
     ]
     unavailable: dict[str, str] = {}

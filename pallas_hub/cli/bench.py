@@ -41,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--cold", action="store_true", help="empty the CPU caches before every sample")
     parser.add_argument("--repo", metavar="ORG/NAME", help="measure this kernel repo (default: pallas-hub/<kernel>)")
     parser.add_argument("--source", action="store_true", help="measure the source folder of this checkout as it is")
+    parser.add_argument("--all", action="store_true", help="also the rivals that take seconds per call")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="save a bar chart (needs matplotlib)")
     parser.set_defaults(run=run)
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         if workload not in names:
             raise ValueError(f"--workload must be one of {', '.join(names)}; got {workload!r}.")
         results = []
-        for case in module.cases(kernel, workload, args.dtype or module.DTYPES, args.tokens or module.TOKENS):
+        dtypes, tokens = args.dtype or module.DTYPES, args.tokens or module.TOKENS
+        for case in module.cases(kernel, workload, dtypes, tokens, args.all):
             _progress(f"{case.title} ...")
             record = record_paths_of(kernel)
             results.append(run_case(case, seconds=args.seconds, cold=args.cold, record_paths=record))

@@ -17,9 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         description="Build the variants, card and licence of a kernel. The same sources give the same bytes.",
         epilog="example: pallas-hub build ragged-dot --out dist/kernels/ragged-dot",
     )
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", help="kernels to build; none with --check means all"
-    )
+    parser.add_argument("names", metavar="NAME", nargs="*", help="kernels to build; none with --check means all")
     parser.add_argument("--out", metavar="DIR", help="folder for the build (default: dist/kernels/NAME)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
@@ -40,9 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     names = args.names or (OUR_SOURCES.names() if args.check else [])
     if not names:
-        raise SourceError(
-            f"name a kernel to build. Kernels here: {', '.join(OUR_SOURCES.names()) or 'none'}."
-        )
+        raise SourceError(f"name a kernel to build. Kernels here: {', '.join(OUR_SOURCES.names()) or 'none'}.")
     if args.out and len(names) > 1:
         raise SourceError(f"--out takes one kernel at a time; got {', '.join(names)}.")
     rows = [_one(name, args) for name in names]

@@ -6,6 +6,10 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pallas_hub.demo import Step
 
 _EPILOG = """\
 examples:
@@ -26,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--workload", default="qwen3-30b-a3b", metavar="NAME", help="what to time; `small` is quick")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64], metavar="N", help="sizes to time")
     parser.add_argument("--seconds", type=float, default=2.0, help="time budget of each table's rounds (default: 2)")
     parser.add_argument(
@@ -41,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
 
     try:
-        steps = demo.run(say, tokens=tuple(args.tokens), seconds=args.seconds)
+        steps = demo.run(say, workload=args.workload, tokens=tuple(args.tokens), seconds=args.seconds)
     except RuntimeError as error:
         print(f"pallas-hub demo: {error}", file=sys.stderr)
         return 1
@@ -49,7 +54,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"passed": passed, "steps": [asdict(step) for step in steps]}, indent=2))
     else:
-        total = sum(step.seconds for step in steps)
-        marks = [f"  {'ok    ' if step.passed else 'FAILED'} {step.seconds:6.1f} s  {step.title}" for step in steps]
-        print("\n".join(["summary", *marks, f"  {'all steps passed' if passed else 'stopped'}, {total:.0f} s"]))
+        print(_summary(steps, passed))
     return 0 if passed else 1
+
+
+def _summary(steps: list[Step], passed: bool) -> str:
+    lines = ["summary"]
+    for step in steps:
+        lines.append(f"  {'ok    ' if step.passed else 'FAILED'} {step.seconds:6.1f} s  {step.title}")
+        lines += [f"{'':20}{part}" for part in step.headline.split("; ") if part]
+    total = sum(step.seconds for step in steps)
+    return "\n".join([*lines, f"  {'all steps passed' if passed else 'stopped at the failed step'}, {total:.0f} s"])

@@ -17,9 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--version", type=int, help="version to fetch (default: the newest)")
     which.add_argument("--revision", help="branch, tag or commit to fetch")
-    parser.add_argument(
-        "--force", action="store_true", help="fetch again what is there, to replace damaged files"
-    )
+    parser.add_argument("--force", action="store_true", help="fetch again what is there, to replace damaged files")
     parser.add_argument("--json", action="store_true", help="one JSON object, for machines")
     parser.set_defaults(run=run)
     return parser

@@ -10,7 +10,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser = subparsers.add_parser(
         "info",
         help="show the versions, API and builds of a kernel",
-        description="Show what is recorded about a kernel of this package and what the Hub holds. Runs none of its code.",
+        description="Show what is recorded about a kernel of this package and what the Hub holds. Runs none "
+        "of its code.",
         epilog="example: pallas-hub info pallas-hub/ragged-dot",
     )
     parser.add_argument(
@@ -31,21 +32,13 @@ def run(args: argparse.Namespace) -> int:
 def _text(found: Description) -> str:
     lines = [f"{found.repo_id}  {found.description}".rstrip()]
     for number, version in sorted(found.recorded.items()):
-        lines.append(
-            f"v{number}: {', '.join(version.variants)}; {', '.join(version.dtypes) or 'dtypes not recorded'}"
-        )
-        lines += [
-            f"  {name}{text if text.startswith('(') else ' ' + text}"
-            for name, text in version.api.names.items()
-        ]
+        lines.append(f"v{number}: {', '.join(version.variants)}; {', '.join(version.dtypes) or 'dtypes not recorded'}")
+        lines += [f"  {name}{text if text.startswith('(') else ' ' + text}" for name, text in version.api.names.items()]
         lines += [f"  layer {name}.forward{facts['forward']}" for name, facts in version.api.layers.items()]
     if found.hub_error:
         lines.append(f"Hub: {found.hub_error}")
     else:
-        held = (
-            ", ".join(f"v{number} ({commit[:12]})" for number, commit in found.hub_versions.items())
-            or "no versions"
-        )
+        held = ", ".join(f"v{number} ({commit[:12]})" for number, commit in found.hub_versions.items()) or "no versions"
         lines.append(f"On {found.endpoint}: {held}")
         lines += [f"  {variant:<12} {verdict}" for variant, verdict in found.variants.items()]
     return "\n".join(lines)

@@ -13,8 +13,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         "lock",
         help="pin kernels to commits in kernels.lock",
         description=(
-            "Write the commit that each kernel version is now, for get_kernel(..., lockfile=...) and the kernels library. "
-            "Without names, [tool.kernels.dependencies] of ./pyproject.toml is locked."
+            "Write the commit that each kernel version is now, for get_kernel(..., lockfile=...) and the "
+            "kernels library. Without names, [tool.kernels.dependencies] of ./pyproject.toml is locked."
         ),
         epilog="example: pallas-hub lock pallas-hub/ragged-dot@1 pallas-hub/rms-norm@1 --output kernels.lock",
     )
@@ -22,9 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument(
         "--project", metavar="DIR", type=Path, default=Path(), help="folder of pyproject.toml (default: .)"
     )
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="lock file to write (default: DIR/kernels.lock)"
-    )
+    parser.add_argument("--output", metavar="FILE", type=Path, help="lock file to write (default: DIR/kernels.lock)")
     parser.add_argument("--json", action="store_true", help="one JSON object, for machines")
     parser.set_defaults(run=run)
     return parser

@@ -15,12 +15,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         epilog="example: pallas-hub publish ragged-dot --org pallas-hub --dry-run",
     )
     parser.add_argument("name", metavar="NAME", help="kernel to publish")
-    parser.add_argument(
-        "--org", help="organisation or user to publish under (default: the one in build.toml)"
-    )
-    parser.add_argument(
-        "--endpoint", metavar="URL", help="Hub to publish to (default: HF_ENDPOINT or huggingface.co)"
-    )
+    parser.add_argument("--org", help="organisation or user to publish under (default: the one in build.toml)")
+    parser.add_argument("--endpoint", metavar="URL", help="Hub to publish to (default: HF_ENDPOINT or huggingface.co)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be pushed, push nothing")
     parser.add_argument("--private", action="store_true", help="make the repo private, if it is created now")
     parser.add_argument(

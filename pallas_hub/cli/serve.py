@@ -62,8 +62,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; 0 after a clean stop, 1 with one line on stderr if it cannot start."""
-    from pallas_hub.registry.server.run import Hub, ServeError, is_loopback, serve
-    from pallas_hub.registry.server.store import StoreError
+    try:
+        from pallas_hub.registry.server.run import Hub, ServeError, is_loopback, serve
+        from pallas_hub.registry.server.store import StoreError
+    except ModuleNotFoundError as error:
+        print(
+            f"pallas-hub serve: the package {error.name} is missing. Install what the server needs: "
+            "pip install 'pallas-hub[serve]'",
+            file=sys.stderr,
+        )
+        return 1
 
     if args.max_commit_mb < 1:
         print(

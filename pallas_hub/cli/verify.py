@@ -15,15 +15,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         description="Check every file of a kernel, in a folder or on the Hub. Runs none of its code.",
         epilog="example: pallas-hub verify pallas-hub/ragged-dot --version 1",
     )
-    parser.add_argument(
-        "target", metavar="PATH|ORG/NAME", help="a folder with builds, or a kernel repo on the Hub"
-    )
+    parser.add_argument("target", metavar="PATH|ORG/NAME", help="a folder with builds, or a kernel repo on the Hub")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--version", type=int, help="version on the Hub (default: the newest)")
     which.add_argument("--revision", help="branch, tag or commit on the Hub")
-    parser.add_argument(
-        "--released", action="store_true", help="fail unless every build is listed in hub_manifests/"
-    )
+    parser.add_argument("--released", action="store_true", help="fail unless every build is listed in hub_manifests/")
     parser.add_argument("--json", action="store_true", help="one JSON list, for machines")
     parser.set_defaults(run=run)
     return parser

@@ -60,7 +60,7 @@ def _accepted_kernels(transformers: tuple[int, ...]) -> tuple[str, str | None] |
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """"5.23.0.dev0" -> (5, 23, 0): a development build behaves like the release it leads to."""
+    """ "5.23.0.dev0" -> (5, 23, 0): a development build behaves like the release it leads to."""
     match = re.match(r"\d+(\.\d+)*", version)
     if match is None:
         raise ValueError(f"diagnose: a version looks like 5.22.2; got {version!r}.")

@@ -43,11 +43,11 @@ def register_when_imported() -> None:
         sys.meta_path.insert(0, _AfterImport())
 
 
-def implementation_for(kernel: Kernel) -> str:
-    """The name in the table under which this kernel's experts run."""
+def implementation_for(kernel: Kernel, *, default: bool) -> str:
+    """The name in the table under which this kernel's experts run: "pallas" if it is what nobody chose."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if kernel.repo_id == DEFAULT_REPOS[EXPERTS] and (not _DEFAULT or _DEFAULT[0].module is kernel.module):
+    if default and (not _DEFAULT or _DEFAULT[0].module is kernel.module):
         _DEFAULT[:] = [kernel]
         _enter(ALL_EXPERTS_FUNCTIONS)
         return NAME
@@ -85,18 +85,17 @@ class _Entry:
 
 def _experts_function(kernel_of: Callable[[], Kernel]) -> Callable:
     """A function for the table, which loads the kernel at its first call, also if that call is being compiled."""
+    import torch
+
     entry = _Entry()
 
+    @torch.compiler.assume_constant_result  # loading is no part of a graph: done while tracing, nothing of it is kept
     def ready() -> bool:
         if entry.forward is None:
             kernel = kernel_of()
             forward = kernel.module.experts_forward
             entry.forward = forward if supports_gradient(kernel) else _with_gradient_from_transformers(forward)
         return True
-
-    # torch.compiler.assume_constant_result, without the seconds that it takes to import the compiler: loading is no
-    # part of a graph, so it runs while the graph is traced and leaves nothing in it.
-    ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def experts_forward(
         self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -53,6 +53,23 @@ def recognise(module: nn.Module) -> Norm | str:
     return Norm(layer=layer, marked=mark if mark in MARKS else None)
 
 
+def why_not(module: nn.Module, layer: type[nn.Module]) -> str | None:
+    """Why this kernel's layer cannot run in the module's place, or None. Values are for verify to judge."""
+    weight = module._parameters.get("weight")
+    dtype = torch.float32 if weight is None else weight.dtype
+    key = (type(module), layer, width_of(module), dtype, tuple(sorted(module.__dict__)))
+    if key not in _CANNOT_RUN:
+        x, random_weight = _example(width_of(module), dtype, None if weight is None else dtype)
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                result = layer.forward(stand_in(module, random_weight), x)
+            fits = result.shape == x.shape and result.dtype == dtype
+            _CANNOT_RUN[key] = None if fits else f"the kernel's result is {_name(result.dtype)} {tuple(result.shape)}"
+        except Exception as error:
+            _CANNOT_RUN[key] = f"the kernel cannot run it: {type(error).__name__}: {_first_line(error)}"
+    return _CANNOT_RUN[key]
+
+
 def width_of(module: nn.Module) -> int:
     weight = module._parameters.get("weight")
     if weight is not None:
@@ -115,6 +132,7 @@ def _unfit_weight(module: nn.Module) -> str | None:
 
 
 _FOUND: dict[tuple, str] = {}
+_CANNOT_RUN: dict[tuple, str | None] = {}
 
 
 def _layer_for(module: nn.Module) -> str:

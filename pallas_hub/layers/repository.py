@@ -56,14 +56,14 @@ _GUARDED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def layer_class(kernel: ModuleType, name: str) -> type[nn.Module]:
-    """The kernel's own layer of that name, or one made of its `rms_norm`."""
+    """A layer made of the kernel's `rms_norm` where classes keep epsilon under many names; else the kernel's own."""
     layers = getattr(kernel, "layers", None)
-    own = getattr(layers, name, None)
-    if own is not None:
-        return own
     made = {FLOAT32_SCALE: _float32_scale_layer, NO_SCALE: _no_scale_layer}
-    if name not in made or not hasattr(kernel, "rms_norm"):
-        raise ValueError(f"kernel {kernel.__name__} has no layer {name} and no rms_norm to make it of.")
+    if name not in made:
+        own = getattr(layers, name, None)
+        if own is None:
+            raise ValueError(f"kernelize: kernel {kernel.__name__} has no layer {name}.")
+        return own
     key = (id(kernel), name)
     if key not in _MADE:
         _MADE[key] = (kernel, made[name](kernel.rms_norm, getattr(layers, LLAMA, None)))
@@ -143,12 +143,15 @@ def _float32_scale_layer(rms_norm, like: type[nn.Module] | None) -> type[nn.Modu
 
 
 def _no_scale_layer(rms_norm, like: type[nn.Module] | None) -> type[nn.Module]:
+    takes_none = "None" in str(inspect.signature(rms_norm).parameters["weight"].annotation)
+
     class RMSNormNoScale(nn.Module):
         can_torch_compile = like is not None and can_torch_compile(like)
         has_backward = like is None or has_backward(like)
 
         def forward(self, hidden_states):
-            ones = hidden_states.new_ones(hidden_states.shape[-1])  # multiplying by one rounds nothing
-            return rms_norm(hidden_states, ones, eps_of(self))
+            # Multiplying by one rounds nothing.
+            weight = None if takes_none else hidden_states.new_ones(hidden_states.shape[-1])
+            return rms_norm(hidden_states, weight, eps_of(self))
 
     return RMSNormNoScale

@@ -14,9 +14,18 @@ from torch import nn
 from pallas_hub.layers import experts, norms, state
 from pallas_hub.layers.errors import NothingSwapped, NothingSwappedWarning, VerificationError
 from pallas_hub.layers.interface import implementation_for, supports_gradient
-from pallas_hub.layers.loading import EXPERTS, NORM, Kernel, KernelChoice, choose_kernels, load_kernel, path_of
+from pallas_hub.layers.loading import (
+    DEFAULT_REPOS,
+    EXPERTS,
+    NORM,
+    Kernel,
+    KernelChoice,
+    choose_kernels,
+    load_kernel,
+    path_of,
+)
 from pallas_hub.layers.report import LayerReport, Report
-from pallas_hub.layers.repository import PallasLayerRepository, guarded, has_backward, layer_class
+from pallas_hub.layers.repository import PallasLayerRepository, can_torch_compile, guarded, has_backward, layer_class
 from pallas_hub.layers.verify import compare_layers
 
 if TYPE_CHECKING:
@@ -114,7 +123,12 @@ def _swap(model: nn.Module, chosen: dict, mode: Mode | None, device: torch.devic
             _swap_norm(module, found[module], kernel, mode, device or _device_of(module) or fallback)
     if fit[EXPERTS]:
         kernel = _load(chosen[EXPERTS], "experts_forward")
-        _swap_experts(model, fit[EXPERTS], [m for m, kind in kinds if kind == EXPERTS], kernel, mode)
+        everyone = [module for module, kind in kinds if kind == EXPERTS]
+        chosen_experts = _swappable_experts(fit[EXPERTS], kernel, mode)
+        if chosen_experts:
+            name = implementation_for(kernel, default=chosen[EXPERTS] == DEFAULT_REPOS[EXPERTS])
+            others = [module for module in everyone if module not in set(chosen_experts)]
+            experts.switch(model, chosen_experts, others, kernel, name)
     return explain(model)
 
 
@@ -129,7 +143,7 @@ def _load(choice: str | ModuleType, needed: str) -> Kernel:
 
 def _swap_norm(module: nn.Module, norm: norms.Norm, kernel: Kernel, mode: Mode | None, device: torch.device) -> None:
     layer = layer_class(kernel.module, norm.layer)
-    reason = _unfit_for_mode(has_backward(layer), getattr(layer, "can_torch_compile", False), mode)
+    reason = _unfit_for_mode(has_backward(layer), can_torch_compile(layer), mode) or norms.why_not(module, layer)
     if reason is not None:
         _REASONS[module] = reason
     elif norm.marked is None:
@@ -158,8 +172,10 @@ def _swap_marked(module: nn.Module, norm: norms.Norm, kernel: Kernel, mode: Mode
         _REASONS[module] = "the kernels library kept the original (DISABLE_KERNEL_MAPPING or a condition of the class)"
 
 
-def _swap_experts(model, fit: list[nn.Module], everyone: list[nn.Module], kernel: Kernel, mode: Mode | None) -> None:
-    reason = _unfit_for_mode(supports_gradient(kernel), getattr(kernel.module.experts_forward, "can_torch_compile", True), mode)
+def _swappable_experts(fit: list[nn.Module], kernel: Kernel, mode: Mode | None) -> list[nn.Module]:
+    differentiable = supports_gradient(kernel)
+    compilable = getattr(kernel.module.experts_forward, "can_torch_compile", True)
+    reason = _unfit_for_mode(differentiable, compilable, mode)
     chosen = []
     for module in fit:
         why_not = reason or experts.probe(module, kernel)
@@ -167,11 +183,9 @@ def _swap_experts(model, fit: list[nn.Module], everyone: list[nn.Module], kernel
             chosen.append(module)
         else:
             _REASONS[module] = why_not
-    if chosen:
-        if not supports_gradient(kernel) and any(module.training for module in chosen):
-            _tell_once(kernel)
-        others = [module for module in everyone if module not in set(chosen)]
-        experts.switch(model, chosen, others, kernel, implementation_for(kernel))
+    if not differentiable and any(module.training for module in chosen):
+        _tell_once(kernel)
+    return chosen
 
 
 def _unfit_for_mode(differentiable: bool, compilable: bool, mode: Mode | None) -> str | None:
@@ -237,7 +251,9 @@ def _verify(model: nn.Module, report: Report, inputs: Any) -> None:
         layer.inputs, layer.max_abs_error, layer.max_rel_error, layer.tolerance = measured[layer.path]
     wrong = [layer for layer in report.swapped if not layer.max_rel_error <= layer.tolerance]
     if wrong:
-        worst = max(wrong, key=lambda layer: float("inf") if layer.max_rel_error != layer.max_rel_error else layer.max_rel_error)
+        worst = max(
+            wrong, key=lambda layer: float("inf") if layer.max_rel_error != layer.max_rel_error else layer.max_rel_error
+        )
         raise VerificationError(
             f"kernelize: {len(wrong)} of {len(report.swapped)} swapped layers differ from the original by more than "
             f"rounding explains. Largest: {worst.path or '(model)'} ({worst.original}, {worst.kernel}): relative error "

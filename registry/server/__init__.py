@@ -7,6 +7,7 @@ write unless a token is set.
     protocol.py  errors and formats as the clients read them
     store.py     the store directory: repos, the writer lock, creating and deleting
     reading.py   revisions, refs, trees, files and history of one repo
+    objects.py   writing git objects safely
     writing.py   commits, branches and tags: objects first, then the ref by compare-and-swap
     payload.py   the commit request, line by line
     app.py       the Starlette application: middleware and table of routes

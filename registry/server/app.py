@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from anyio import CapacityLimiter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,8 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pallas_hub.registry.server import git_http, routes_read, routes_write
 from pallas_hub.registry.server.protocol import HubError, repo_not_found
 from pallas_hub.registry.server.store import Store
-
-logger = logging.getLogger(__name__)
 
 MAX_COMMIT_BYTES = 256 * 2**20
 Handler = Callable[[Request], Awaitable[Response]]
@@ -62,10 +60,13 @@ def create_app(
         max_commit_bytes,
         None if allowed_hosts is None else frozenset(allowed_hosts),
     )
-    app = Starlette(
-        routes=_routes(), exception_handlers={HubError: _hub_error, HTTPException: _no_such_route}
-    )
-    app.add_exception_handler(Exception, _internal_error)
+    handlers: dict[Any, Any] = {
+        HubError: _hub_error,
+        HTTPException: _no_such_route,
+        ClientDisconnect: _client_gone,
+        Exception: _internal_error,
+    }
+    app = Starlette(routes=_routes(), exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.state.hub = settings
     return _Gate(app, settings)
@@ -111,7 +112,8 @@ def _routes() -> list[Route]:
             Route(f"{repo}/git-upload-pack", git.upload_pack, methods=["POST"]),
             Route(f"{repo}/git-receive-pack", git.refuse_push, methods=["POST"]),
         ]
-    return [*routes, Route("/kernels/{owner}/{name}", read.repo_page)]
+    page = "/kernels/{owner}/{name}"  # the URLs that create_repo and create_commit print
+    return [*routes, Route(page, read.repo_page), Route(f"{page}/commit/{{revision}}", read.repo_page)]
 
 
 class _Gate:
@@ -177,7 +179,8 @@ def _no_such_route(request: Request, error: Exception) -> Response:
     if parts[:2] == ["api", "models"] and request.method != "GET":
         message = 'kernel repos can be read as models, but changed only as what they are: pass repo_type="kernel".'
         return HubError(404, message, "RepoNotFound").response()
-    if parts[0] == "api" and len(parts) > 2 and parts[1] in ("models", "datasets", "spaces"):
+    one_name = parts[:2] == ["api", "kernels"] and len(parts) == 3
+    if one_name or (len(parts) > 2 and parts[0] == "api" and parts[1] in ("models", "datasets", "spaces")):
         return repo_not_found(f"{'/'.join(parts[2:4])} ({parts[1]})").response()
     if "resolve" in parts:
         return repo_not_found("/".join(parts[: parts.index("resolve")])).response()
@@ -187,5 +190,9 @@ def _no_such_route(request: Request, error: Exception) -> Response:
 
 
 def _internal_error(request: Request, error: Exception) -> Response:
-    logger.exception("error in %s %s", request.method, request.url.path, exc_info=error)
+    # Starlette raises the error again after this answer, and uvicorn logs it.
     return HubError(500, f"internal error: {type(error).__name__}: {error}").response()
+
+
+def _client_gone(request: Request, error: Exception) -> Response:
+    return HubError(400, "the request was cut short.").response()

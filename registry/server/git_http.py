@@ -22,7 +22,16 @@ from pallas_hub.registry.server.routes_read import body_of, hub, repo_id_of
 
 _IN_MEMORY = 4 * 2**20
 _MAX_REQUEST = 16 * 2**20  # wants and haves: some 50 bytes per ref and commit
+_LINE = 2**15
 _NO_CACHE = {"Cache-Control": "no-cache"}
+
+
+class _Protocol(ReceivableProtocol):
+    def write_sideband(self, channel: int, blob: bytes) -> None:
+        # The inherited method copies all that is left of the blob for every line of 65515 bytes: measured, 89 s
+        # instead of 9 s to clone a repo with a file of 80 MiB.
+        for start in range(0, len(blob), _LINE):
+            super().write_sideband(channel, blob[start : start + _LINE])
 
 
 def info_refs(request: Request) -> Response:
@@ -33,9 +42,7 @@ def info_refs(request: Request) -> Response:
         raise HubError(403, "only the smart HTTP protocol is served; use git 1.6.6 or later.")
     out = BytesIO()
     _serve(request, BytesIO(), out, advertise=True)
-    return Response(
-        out.getvalue(), headers=_NO_CACHE, media_type="application/x-git-upload-pack-advertisement"
-    )
+    return Response(out.getvalue(), headers=_NO_CACHE, media_type="application/x-git-upload-pack-advertisement")
 
 
 async def upload_pack(request: Request) -> Response:
@@ -43,7 +50,7 @@ async def upload_pack(request: Request) -> Response:
     if request.headers.get("content-encoding") == "gzip":
         body = _gunzip(body)
     # Closed after the last byte is sent, by the background task.
-    out = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY, dir=str(hub(request).store.tmp))  # noqa: SIM115
+    out = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115
     try:
         await run_in_threadpool(_serve, request, BytesIO(body), out, advertise=False)
     except BaseException:
@@ -69,7 +76,7 @@ def _serve(request: Request, source: IO[bytes], out: IO[bytes], *, advertise: bo
 
     read: Callable[[int], bytes] = source.read
     with hub(request).store.open(repo_id_of(request)) as repo:
-        protocol = ReceivableProtocol(read, write)
+        protocol = _Protocol(read, write)
         if advertise:
             protocol.write_pkt_line(b"# service=git-upload-pack\n")
             protocol.write_pkt_line(None)
@@ -79,9 +86,7 @@ def _serve(request: Request, source: IO[bytes], out: IO[bytes], *, advertise: bo
         try:
             handler.handle()
         except (GitProtocolError, AssertionError, ValueError, KeyError) as error:
-            raise HubError(
-                400, f"not a valid git-upload-pack request: {type(error).__name__}: {error}"
-            ) from error
+            raise HubError(400, f"not a valid git-upload-pack request: {type(error).__name__}: {error}") from error
 
 
 def _gunzip(body: bytes) -> bytes:

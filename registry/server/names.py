@@ -71,19 +71,14 @@ def check_file_path(path: object) -> bytes:
     except UnicodeEncodeError:
         raise HubError(400, f"file path {path!r} is not valid text.") from None
     if len(encoded) > _MAX_PATH:
-        raise HubError(
-            400, f"file path must have at most {_MAX_PATH} bytes; got {len(encoded)}: {path[:80]!r}..."
-        )
+        raise HubError(400, f"file path must have at most {_MAX_PATH} bytes; got {len(encoded)}: {path[:80]!r}...")
     if any(ord(c) < 32 or ord(c) == 127 for c in path) or "\\" in path:
-        raise HubError(
-            400, f"file path {path!r} has a control character or a backslash; use '/' between folders."
-        )
+        raise HubError(400, f"file path {path!r} has a control character or a backslash; use '/' between folders.")
     for part in encoded.split(b"/"):
         # The NTFS and HFS rules also refuse '.git' in the spellings those file systems take for it.
         if not part or not validate_path_element_ntfs(part) or not validate_path_element_hfs(part):
             raise HubError(
                 400,
-                f"file path {path!r} is refused; it must be relative, without empty, '.', '..' or '.git' "
-                "parts.",
+                f"file path {path!r} is refused; it must be relative, without empty, '.', '..' or '.git' parts.",
             )
     return encoded

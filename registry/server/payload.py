@@ -67,13 +67,9 @@ def _read_line(number: int, line: bytes) -> tuple[str, dict[str, Any]]:
         item = json.loads(line)
         key, value = item["key"], item["value"]
     except (ValueError, KeyError, TypeError):
-        raise HubError(
-            400, f'commit line {number} must be {{"key": ..., "value": ...}}; got {line[:80]!r}.'
-        ) from None
+        raise HubError(400, f'commit line {number} must be {{"key": ..., "value": ...}}; got {line[:80]!r}.') from None
     if not isinstance(value, dict):
-        raise HubError(
-            400, f"commit line {number}: the value of {key!r} must be an object; got {line[:80]!r}."
-        )
+        raise HubError(400, f"commit line {number}: the value of {key!r} must be an object; got {line[:80]!r}.")
     return str(key), value
 
 

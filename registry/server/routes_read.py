@@ -50,6 +50,10 @@ async def body_of(request: Request, limit: int = _MAX_SMALL_BODY) -> bytes:
 async def json_of(request: Request) -> dict[str, Any]:
     """The JSON object in the body; an empty body is an empty object. HubError 400 for anything else."""
     body = await body_of(request)
+    return parse_json(body)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
     if not body.strip():
         return {}
     try:
@@ -78,12 +82,15 @@ def front_page(request: Request) -> Response:
 
 
 def repo_page(request: Request) -> Response:
+    """A repo at a commit (main by default), for people."""
     with snapshot_of(request) as snap:
         found = list_refs(snap.repo)
         names = ", ".join(ref["name"] for ref in found["branches"] + found["tags"])
-        readme = read_text(snap, "README.md") or "(no README.md on main)"
-        url = f"{request.base_url}kernels/{snap.repo_id}"
-        return PlainTextResponse(f"{snap.repo_id}\n\nrefs: {names}\ngit clone {url}\n\n{readme}\n")
+        files = "\n".join(f"  {path.decode()}" for path in snap.files()) or "  none"
+        return PlainTextResponse(
+            f"{snap.repo_id}\n\ngit clone {request.base_url}kernels/{snap.repo_id}\nbranches and tags: {names}\n"
+            f"commit: {snap.sha}\nfiles:\n{files}\n\n{read_text(snap, 'README.md') or ''}"
+        )
 
 
 def whoami(request: Request) -> Response:
@@ -163,7 +170,7 @@ def tree(request: Request) -> Response:
 async def paths_info(request: Request) -> Response:
     body = await body_of(request)
     if request.headers.get("content-type", "").startswith("application/json"):
-        paths = (await json_of(request)).get("paths", [])
+        paths = parse_json(body).get("paths", [])
     else:
         paths = parse_qs(body.decode("utf-8", "replace")).get("paths", [])
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):

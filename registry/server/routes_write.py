@@ -32,13 +32,9 @@ async def create_repo(request: Request) -> Response:
     body = await json_of(request)
     kind = body.get("type") or "model"
     if kind != "kernel":
-        raise HubError(
-            400, f'this server holds repos of type "kernel" only; got {kind!r}. Pass repo_type="kernel".'
-        )
+        raise HubError(400, f'this server holds repos of type "kernel" only; got {kind!r}. Pass repo_type="kernel".')
     if body.get("private") or body.get("visibility") not in (None, "public"):
-        raise HubError(
-            400, "this server has no private repos: whoever reaches it may read. Leave `private` out."
-        )
+        raise HubError(400, "this server has no private repos: whoever reaches it may read. Leave `private` out.")
     repo_id = check_repo_id(body.get("organization"), body.get("name"))
     url = f"{request.base_url}kernels/{repo_id}"
     try:

@@ -16,6 +16,7 @@ from types import FrameType
 
 import uvicorn
 
+from pallas_hub.registry.errors import PallasHubError
 from pallas_hub.registry.server.app import MAX_COMMIT_BYTES, create_app
 from pallas_hub.registry.server.store import Store
 
@@ -24,7 +25,7 @@ _START_TIMEOUT_S = 30.0
 _OTHER_PORT = "Choose another one with --port, or --port 0 for a free one."
 
 
-class ServeError(Exception):
+class ServeError(PallasHubError):
     """The server cannot start; the message names the cause and the mend."""
 
 

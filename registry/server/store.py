@@ -18,25 +18,27 @@ import uuid
 from collections.abc import Generator
 from pathlib import Path
 
+from dulwich.errors import NotGitRepository
 from dulwich.objects import Commit, ObjectID, Tree
 from dulwich.refs import Ref
 from dulwich.repo import Repo
 from filelock import FileLock, Timeout
 
+from pallas_hub.registry.errors import PallasHubError
 from pallas_hub.registry.server.names import check_repo_id
+from pallas_hub.registry.server.objects import DRAFT, write_object
 from pallas_hub.registry.server.protocol import HubError, repo_not_found
 
 FORMAT = 1
 AUTHOR = b"pallas-hub <pallas-hub@localhost>"
 DEFAULT_BRANCH = "main"
 _MARKER = "pallas-hub-store.json"
-_WRITING = (
-    "pallas-hub-writing"  # lies in a repo while a writer is at work; found later, it tells that one died
-)
+_WRITING = "pallas-hub-writing"  # lies in a repo while a writer is at work; found later, it tells that one died
 _STALE_AFTER_S = 3600.0
+_HARMLESS = {".tmp", ".locks", "lost+found"}  # another server is just making the store, or a fresh disk
 
 
-class StoreError(Exception):
+class StoreError(PallasHubError):
     """The store directory cannot be used; the message names it and the mend."""
 
 
@@ -58,14 +60,12 @@ class Store:
 
     def _open(self) -> None:
         if self.root.exists() and not self.root.is_dir():
-            raise StoreError(
-                f"store {self.root} is a file, not a directory. Choose another one with --store DIR."
-            )
+            raise StoreError(f"store {self.root} is a file, not a directory. Choose another one with --store DIR.")
         self.root.mkdir(parents=True, exist_ok=True)
         marker = self.root / _MARKER
         if marker.exists():
             self._check_format(marker)
-        elif any(self.root.iterdir()):
+        elif {entry.name for entry in self.root.iterdir()} - _HARMLESS:
             raise StoreError(
                 f"store {self.root} is neither empty nor a store: it has no {_MARKER}. Choose a new or empty "
                 "directory with --store DIR."
@@ -85,9 +85,7 @@ class Store:
         try:
             found = json.loads(marker.read_text())["format"]
         except (ValueError, KeyError, TypeError):
-            raise StoreError(
-                f'store {self.root}: {marker} is damaged; it must hold {{"format": {FORMAT}}}.'
-            ) from None
+            raise StoreError(f'store {self.root}: {marker} is damaged; it must hold {{"format": {FORMAT}}}.') from None
         if found != FORMAT:
             raise StoreError(
                 f"store {self.root} has format {found}; this version reads format {FORMAT}. Choose another "
@@ -117,7 +115,11 @@ class Store:
         path = self.path(repo_id)
         if not path.is_dir():
             raise repo_not_found(repo_id)
-        with Repo(str(path), bare=True) as repo:
+        try:
+            repo = Repo(str(path), bare=True)
+        except NotGitRepository:  # deleted between these lines
+            raise repo_not_found(repo_id) from None
+        with repo:
             yield repo
 
     @contextlib.contextmanager
@@ -128,10 +130,8 @@ class Store:
         with self._room_errors(f"{repo_id} is as before"), self._lock(repo_id), self.open(repo_id) as repo:
             writing = Path(repo.path) / _WRITING
             if writing.exists():
-                _remove_git_locks(Path(repo.path))
+                _remove_leftovers(Path(repo.path))
             writing.touch()
-            # Objects must be on disk before the ref that needs them, also after a power cut.
-            repo.object_store.fsync_object_files = True
             # Not in a `finally`: after an unforeseen error the marker stays, and the next writer cleans up.
             try:
                 yield repo
@@ -152,8 +152,7 @@ class Store:
         except Timeout:
             raise HubError(
                 503,
-                f"{repo_id} is being written to by somebody else for over {self.lock_timeout_s:g} s. "
-                "Try again.",
+                f"{repo_id} is being written to by somebody else for over {self.lock_timeout_s:g} s. Try again.",
                 headers={"Retry-After": "5"},
             ) from None
         try:
@@ -214,8 +213,8 @@ def _init_repo(path: Path) -> None:
     with Repo.init_bare(str(path), mkdir=True, default_branch=DEFAULT_BRANCH.encode()) as repo:
         tree = Tree()
         commit = new_commit(tree.id, [], b"initial commit\n")
-        repo.object_store.add_object(tree)
-        repo.object_store.add_object(commit)
+        write_object(path, tree)
+        write_object(path, commit)
         repo.refs.add_if_new(Ref(b"refs/heads/" + DEFAULT_BRANCH.encode()), commit.id)
 
 
@@ -241,10 +240,11 @@ def new_commit(tree: ObjectID, parents: list[ObjectID], message: bytes) -> Commi
     return commit
 
 
-def _remove_git_locks(path: Path) -> None:
-    """Remove git's own lock files; the caller holds the writer lock, so they belong to nobody alive."""
-    for folder in (path / "refs", path / "objects"):
-        for lock in folder.rglob("*.lock"):
-            lock.unlink(missing_ok=True)
-    for lock in path.glob("*.lock"):
-        lock.unlink(missing_ok=True)
+def _remove_leftovers(path: Path) -> None:
+    """Remove lock files of refs and half-written objects; the caller holds the writer lock, so nobody needs them."""
+    for leftover in (
+        *path.glob("*.lock"),
+        *(path / "refs").rglob("*.lock"),
+        *(path / "objects").glob(f"??/{DRAFT}*"),
+    ):
+        leftover.unlink(missing_ok=True)

@@ -7,39 +7,21 @@ points to.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable
 
 from dulwich.index import commit_tree
 from dulwich.object_store import MemoryObjectStore
-from dulwich.objects import Commit, ObjectID, ShaFile, Tag
+from dulwich.objects import Commit, ObjectID, Tag
 from dulwich.refs import Ref
 from dulwich.repo import Repo
 
 from pallas_hub.registry.server.names import check_ref_name
+from pallas_hub.registry.server.objects import Objects
 from pallas_hub.registry.server.payload import Changes, read_payload
 from pallas_hub.registry.server.protocol import HubError, entry_not_found, revision_not_found
 from pallas_hub.registry.server.reading import Snapshot, read_ref, snapshot
 from pallas_hub.registry.server.store import AUTHOR, DEFAULT_BRANCH, new_commit
-
-
-class Objects:
-    """Adds objects to a repo and remembers the new ones, so that a change that fails takes up no room."""
-
-    def __init__(self, repo: Repo) -> None:
-        self._store = repo.object_store
-        self._added: list[ObjectID] = []
-
-    def add_object(self, obj: ShaFile) -> None:
-        if obj.id not in self._store:
-            self._store.add_object(obj)
-            self._added.append(obj.id)
-
-    def forget(self) -> None:
-        for sha in self._added:
-            with contextlib.suppress(OSError):
-                self._store.delete_loose_object(sha)
 
 
 def commit(repo: Repo, repo_id: str, branch: str, lines: Iterable[bytes], sizes: dict[bytes, int]) -> str:
@@ -67,7 +49,7 @@ def _make_commit(objects: Objects, snap: Snapshot, branch: str, lines: Iterable[
     changes = Changes()
     written: dict[bytes, ObjectID] = {}
     for path, blob in read_payload(lines, changes):
-        objects.add_object(blob)
+        objects.add(blob)
         written[path] = blob.id
     _check_parent(changes, snap, branch)
     files = snap.files()
@@ -81,9 +63,9 @@ def _make_commit(objects: Objects, snap: Snapshot, branch: str, lines: Iterable[
     if tree == snap.commit.tree:
         return None
     for sha in trees:
-        objects.add_object(trees[sha])
+        objects.add(trees[sha])
     new = new_commit(tree, [snap.commit.id], changes.message)
-    objects.add_object(new)
+    objects.add(new)
     return new
 
 
@@ -149,7 +131,7 @@ def create_tag(
         annotated.tag_time = int(time.time())
         annotated.tag_timezone = 0
         annotated.message = message.encode("utf-8", "replace") + b"\n"
-        repo.object_store.add_object(annotated)
+        Objects(repo).add(annotated)
         sha = annotated.id
     _create_ref(repo, repo_id, b"refs/tags/", name, sha)
 

@@ -40,6 +40,17 @@ def test_every_implementation_of_the_experts_is_right(dtype, tokens):
     } == {row.name for row in result.rows if row.timing}
 
 
+def test_the_slow_rivals_are_named_and_are_right():
+    (case,) = ragged_dot.cases(types.ModuleType("empty"), "small", ["float32"], [3])
+    assert case.unavailable.keys() == {"torch.compile of grouped_mm", "jitted JAX, no Pallas"}
+    (case,) = ragged_dot.cases(types.ModuleType("empty"), "small", ["float32"], [3], everything=True)
+    assert case.unavailable == {}
+    case.implementations = [row for row in case.implementations if row.name == "jitted JAX, no Pallas"]
+    (row,) = run_case(case, seconds=0.01).rows
+    assert row.timing
+    assert row.check.error < case.tolerance
+
+
 def test_transformers_rows_run_what_their_name_says():
     rows = {row.name: row for row in run_case(experts_case("bfloat16"), seconds=0.01).rows}
     assert rows["Transformers grouped_mm"].path in ragged_dot._GROUPED_OPS

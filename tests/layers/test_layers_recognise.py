@@ -31,7 +31,14 @@ FLOAT32_SCALE_MARKED = {
     "Olmo2RMSNorm",
     "Olmo3RMSNorm",
 }
-ZERO_CENTERED = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "T5GemmaRMSNorm"}
+ZERO_CENTERED = {
+    "GemmaRMSNorm",
+    "Gemma2RMSNorm",
+    "Gemma3RMSNorm",
+    "Qwen3NextRMSNorm",
+    "Qwen3_5RMSNorm",
+    "T5GemmaRMSNorm",
+}
 NO_RMS_NORM = {
     # Their names say RMSNorm and their structure fits, but they compute something else.
     "IdeficsRMSNorm",  # keeps float32 between normalising and a float32 weight

@@ -193,6 +193,6 @@ def test_verify_finds_a_kernel_that_returns_nan():
 
 def test_verify_with_inputs_that_the_model_refuses_says_so():
     model = tiny("llama")
-    with pytest.raises(TypeError, match="no_such_input"):
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         pallas_hub.kernelize(model, kernels=fakes(), verify={"no_such_input": 1})
     assert untouched(model)

@@ -109,7 +109,8 @@ def start_serve(store: Path, *options: str, env: Mapping[str, str] | None = None
 def serving(store: Path, *options: str) -> Generator[tuple[subprocess.Popen[str], str]]:
     """`pallas-hub serve` in a process of its own; yields the process and the URL it printed."""
     process = start_serve(store, "--port", "0", *options)
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     try:
         line = process.stdout.readline()
         assert line.startswith("serving http"), line + process.stderr.read()

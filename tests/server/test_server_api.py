@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_create_repo_twice_is_refused_unless_asked_for(api: HfApi) -> None:
 
 
 def test_other_repo_types_and_private_repos_are_refused(api: HfApi) -> None:
-    with pytest.raises(BadRequestError, match='repos of type "kernel" only; got \'model\''):
+    with pytest.raises(BadRequestError, match="repos of type \"kernel\" only; got 'model'"):
         api.create_repo("acme/a")
     with pytest.raises(BadRequestError, match="no private repos"):
         api.create_repo("acme/a", private=True, **KERNEL)
@@ -203,11 +204,13 @@ def test_branches_and_tags_come_and_go(api: HfApi, repo: str) -> None:
     assert refs.pull_requests == []
 
 
-def test_paths_info_leaves_out_what_is_not_there(api: HfApi, repo: str) -> None:
+def test_paths_info_leaves_out_what_is_not_there(hub: Hub, api: HfApi, repo: str) -> None:
     commit(api, repo, add("d/a", b"12345"))
     found = api.get_paths_info(repo, ["d", "d/a", "nope", "d/a/b", "../x"], revision="v1", **KERNEL)
     assert [entry.path for entry in found] == ["d", "d/a"]
     assert found[1].size == 5
+    _, _, body = post_json(f"{hub.url}/api/kernels/{repo}/paths-info/v1", {"paths": ["d/a"]})
+    assert [entry["path"] for entry in json.loads(body)] == ["d/a"]
     assert api.file_exists(repo, "d/a", revision="v1", **KERNEL)
     assert not api.file_exists(repo, "d", revision="v1", **KERNEL)
     assert api.revision_exists(repo, "v1", **KERNEL)
@@ -248,7 +251,7 @@ def test_kernel_repos_can_be_read_as_models_but_not_changed(api: HfApi, repo: st
     local = api.snapshot_download(repo, revision="v1", cache_dir=tmp_path / "cache")
     assert Path(local, "a").read_bytes() == b"hello"
     assert Path(local).name == sha
-    with pytest.raises(RepositoryNotFoundError, match='changed only .* pass repo_type="kernel"'):
+    with pytest.raises(RepositoryNotFoundError, match=r'changed only .* pass repo_type="kernel"'):
         api.create_commit(repo, [add("b")], commit_message="x", revision="v1")
 
 
@@ -260,8 +263,12 @@ def test_list_models_and_the_front_page_show_the_repos(hub: Hub, api: HfApi, rep
     assert status == 200
     assert f"export HF_ENDPOINT={hub.url}" in body.decode()
     assert f"{hub.url}/kernels/acme/tiny-kernel" in body.decode()
-    status, _, body = request("GET", f"{hub.url}/kernels/acme/tiny-kernel")
-    assert (status, f"git clone {hub.url}/kernels/acme/tiny-kernel" in body.decode()) == (200, True)
+    info = api.create_commit(repo, [add("a.py")], commit_message="x", revision="v1", **KERNEL)
+    for page, files in ((f"{hub.url}/kernels/acme/tiny-kernel", "none"), (info.commit_url, "a.py")):
+        status, _, body = request("GET", page)
+        assert status == 200
+        assert f"git clone {hub.url}/kernels/acme/tiny-kernel\nbranches and tags: main, v1\n" in body.decode()
+        assert f"files:\n  {files}\n" in body.decode()
 
 
 def test_organisations_are_trusted_only_when_named(api: HfApi) -> None:
@@ -278,7 +285,10 @@ def test_whoami_accepts_any_token_when_none_is_set(api: HfApi, repo: str) -> Non
 def test_readme_metadata_is_checked_before_an_upload(api: HfApi, repo: str) -> None:
     commit(api, repo, add("README.md", b"---\nlicense: mit\n---\nfine\n"))
     commit(api, repo, add("README.md", b"no metadata at all"))
-    for text, problem in ((b"---\na: [\n---\n", "is not valid YAML"), (b"---\n- a\n---\n", "must be a mapping; got list")):
+    for text, problem in (
+        (b"---\na: [\n---\n", "is not valid YAML"),
+        (b"---\n- a\n---\n", "must be a mapping; got list"),
+    ):
         with pytest.raises(ValueError, match=problem):
             commit(api, repo, add("README.md", text))
 
@@ -328,6 +338,7 @@ def test_errors_carry_code_and_message(hub: Hub, repo: str) -> None:
         (f"/api/kernels/{repo}/tree/v1/nope", "EntryNotFound"),
         ("/acme/nope/resolve/main/a", "RepoNotFound"),
         ("/api/datasets/acme/nope", "RepoNotFound"),
+        ("/api/kernels/nope", "RepoNotFound"),
     ):
         status, headers, body = request("GET", hub.url + path)
         assert (status, headers["X-Error-Code"]) == (404, code)

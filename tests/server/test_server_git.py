@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 from pathlib import Path
 
@@ -23,15 +24,14 @@ def git(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]
 def published(api: HfApi, repo: str, tmp_path: Path) -> Path:
     """The folder that was uploaded to v1 of the repo."""
     folder = write_kernel_repo(tmp_path / "kernel")
+    (folder / "noise.bin").write_bytes(random.Random(0).randbytes(300_000))  # more than one line of the protocol
     api.upload_folder(repo_id=repo, folder_path=folder, revision="v1", **KERNEL)
     return folder
 
 
 @pytest.mark.parametrize("path", ["kernels/acme/tiny-kernel", "kernels/acme/tiny-kernel.git", "acme/tiny-kernel"])
 @pytest.mark.parametrize("depth", [[], ["--depth", "1"]])
-def test_clone_gives_the_uploaded_files(
-    hub: Hub, published: Path, tmp_path: Path, path: str, depth: list[str]
-) -> None:
+def test_clone_gives_the_uploaded_files(hub: Hub, published: Path, tmp_path: Path, path: str, depth: list[str]) -> None:
     result = git("clone", *depth, "--branch", "v1", f"{hub.url}/{path}", str(tmp_path / "clone"))
     assert result.returncode == 0, result.stderr
     for source in published.rglob("*"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import json
 import random
 import shutil
@@ -15,13 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from dulwich.object_store import DiskObjectStore
 from dulwich.refs import DiskRefsContainer
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from server_tools import client_env, commit_lines, fsck, post_commit, request, run_python, serving
 
-from pallas_hub.registry.server import Hub, Store, running_hub
+from pallas_hub.registry.server import Hub, Store, objects, running_hub
 
 KERNEL = {"repo_type": "kernel"}
 
@@ -78,9 +79,7 @@ def test_eight_threads_commit_to_eight_branches_and_repos(hub: Hub, api: HfApi, 
 def test_of_eight_commits_with_one_parent_one_succeeds(hub: Hub, api: HfApi, repo: str) -> None:
     parent = head(api, repo)
     with ThreadPoolExecutor(8) as pool:
-        answers = list(
-            pool.map(lambda i: post_commit(hub.url, repo, "v1", {"a": b"%d" % i}, parent=parent), range(8))
-        )
+        answers = list(pool.map(lambda i: post_commit(hub.url, repo, "v1", {"a": b"%d" % i}, parent=parent), range(8)))
     assert sorted(status for status, _, _ in answers) == [200] + [412] * 7
     assert len(api.list_repo_commits(repo, revision="v1", **KERNEL)) == 2
 
@@ -90,7 +89,8 @@ def test_of_eight_creations_of_one_repo_one_succeeds(api: HfApi) -> None:
         try:
             api.create_repo("acme/same", **KERNEL)
         except HfHubHTTPError as error:
-            assert error.response.status_code == 409
+            if error.response.status_code != 409:
+                raise
             return False
         return True
 
@@ -104,9 +104,7 @@ def test_two_processes_share_a_store(tmp_path: Path) -> None:
         api.create_repo("acme/a", **KERNEL)
         urls = [here.url, there] * 4
         with ThreadPoolExecutor(8) as pool:
-            answers = list(
-                pool.map(lambda i: post_commit(urls[i], "acme/a", "main", {f"{i}": b"x"}), range(8))
-            )
+            answers = list(pool.map(lambda i: post_commit(urls[i], "acme/a", "main", {f"{i}": b"x"}), range(8)))
         assert len({oid(answer) for answer in answers}) == 8
         assert sorted(api.list_repo_files("acme/a", **KERNEL)) == [str(i) for i in range(8)]
         assert fsck(here.store / "acme/a.git") == ""
@@ -146,9 +144,9 @@ def test_a_lock_that_stays_taken_is_reported(tmp_path: Path) -> None:
 
 # Each entry makes the writer kill itself (SIGKILL: no handler, no cleanup) at one point of a commit of three files.
 KILL_POINTS = {
-    "before the first object is in place": "at('.lock', 1)",
-    "between two objects": "at('.lock', 3)",
-    "before the commit object": "at('.lock', 6)",
+    "before the first object is in place": "at('tmp_obj_', 1)",
+    "between two objects": "at('tmp_obj_', 3)",
+    "before the commit object": "at('tmp_obj_', 6)",
     "before the ref moves": "writing.move_ref = lambda *a: die()",
     "with the new ref in its lock file": "at('refs/heads/v1', 1)",
 }
@@ -181,9 +179,7 @@ print("not killed")
 
 
 @pytest.mark.parametrize("point", KILL_POINTS)
-def test_a_killed_writer_leaves_the_old_version(
-    hub: Hub, api: HfApi, repo: str, tmp_path: Path, point: str
-) -> None:
+def test_a_killed_writer_leaves_the_old_version(hub: Hub, api: HfApi, repo: str, tmp_path: Path, point: str) -> None:
     old = oid(post_commit(hub.url, repo, "v1", {"a": b"old", "d/b": b"old"}))
     new = {"a": b"new a", "d/b": b"new b", "d/c": b"new c"}  # three blobs, two trees, one commit
     (tmp_path / "body").write_bytes(commit_lines(new))
@@ -194,13 +190,12 @@ def test_a_killed_writer_leaves_the_old_version(
     assert head(api, repo) == old
     assert (read(hub.url, repo, "a"), read(hub.url, repo, "d/b")) == (b"old", b"old")
     assert sorted(api.list_repo_files(repo, revision="v1", **KERNEL)) == ["a", "d/b"]
-    # A half-written object lies beside the others under a name of its own; git mentions it and goes on.
-    complaints = [line for line in fsck(hub.store / f"{repo}.git").splitlines() if not line.endswith(".lock")]
-    assert complaints == []
+    assert fsck(hub.store / f"{repo}.git") == ""
 
     oid(post_commit(hub.url, repo, "v1", new))
     assert read(hub.url, repo, "d/c") == b"new c"
-    assert list((hub.store / f"{repo}.git").rglob("*.lock")) == []
+    for leftover in ("*.lock", "tmp_obj_*"):
+        assert list((hub.store / f"{repo}.git").rglob(leftover)) == []
     assert not (hub.store / f"{repo}.git" / "pallas-hub-writing").exists()
     assert fsck(hub.store / f"{repo}.git") == ""
 
@@ -224,7 +219,9 @@ def test_a_server_killed_again_and_again_never_shows_half_a_version(tmp_path: Pa
                 pass  # the server is gone
             killer.join()
         with running_hub(store) as hub:
-            parts = {read(hub.url, "acme/a", f"part{i}", "main") for i in range(5)} if acknowledged != b"none" else set()
+            parts = (
+                {read(hub.url, "acme/a", f"part{i}", "main") for i in range(5)} if acknowledged != b"none" else set()
+            )
             assert len(parts) <= 1, "all files of one commit, or none"
             assert not parts or as_numbers(parts.pop()) >= as_numbers(acknowledged)
     assert acknowledged != b"none"
@@ -253,12 +250,12 @@ def test_a_store_without_room_keeps_the_old_version(
     def fail(*args: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    real = DiskObjectStore.add_object
+    real = objects.write_object
     with monkeypatch.context() as patch:
         if place == "ref":
             patch.setattr(DiskRefsContainer, "set_if_equals", fail)
         else:
-            patch.setattr(DiskObjectStore, "add_object", fail_third)
+            patch.setattr(objects, "write_object", fail_third)
         status, headers, _ = post_commit(hub.url, repo, "v1", {f"n{i}": b"%d" % i for i in range(4)})
     assert status == 507
     assert headers["X-Error-Message"] == (
@@ -288,6 +285,8 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+# dulwich closes the lock file of a ref only when it is collected, if the disk is full.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path) -> None:
     noise = random.Random(0)
     with running_hub(tiny_disk / "store") as hub:
@@ -296,11 +295,27 @@ def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path) -> None:
         old = oid(post_commit(hub.url, "acme/a", "main", {"a": noise.randbytes(100_000)}))
         for size in (3_000_000, 5_000_000):  # held in memory while received; larger than that, in a file of the store
             files = [CommitOperationAdd(f"big{i}", noise.randbytes(size // 8)) for i in range(8)]
-            with pytest.raises(HfHubHTTPError, match="has no room left .*nothing was changed, acme/a is as before"):
+            with pytest.raises(HfHubHTTPError, match=r"has no room left .*nothing was changed, acme/a is as before"):
                 api.create_commit("acme/a", files, commit_message="big", **KERNEL)
             assert head(api, "acme/a", "main") == old
             assert len(read(hub.url, "acme/a", "a", "main")) == 100_000
         oid(post_commit(hub.url, "acme/a", "main", {"small": b"fits"}))
+        assert fsck(hub.store / "acme/a.git") == ""
+
+        filler = tiny_disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        with pytest.raises(HfHubHTTPError, match=r"has no room left .*nothing was changed, acme/b was not created"):
+            api.create_repo("acme/b", **KERNEL)
+        with pytest.raises(HfHubHTTPError, match=r"has no room left .*nothing was changed, acme/a is as before"):
+            api.create_branch("acme/a", branch="v1", **KERNEL)
+        assert [ref.name for ref in api.list_repo_refs("acme/a", **KERNEL).branches] == ["main"]
+        assert read(hub.url, "acme/a", "small", "main") == b"fits"
+        gc.collect()
+        filler.unlink()
+        api.create_repo("acme/b", **KERNEL)
+        api.create_branch("acme/a", branch="v1", **KERNEL)
         assert fsck(hub.store / "acme/a.git") == ""
 
 
@@ -310,10 +325,14 @@ def test_too_large_commits_are_refused_with_the_limit(tmp_path: Path) -> None:
         api.create_repo("acme/a", **KERNEL)
         before = head(api, "acme/a", "main")
         one = [CommitOperationAdd("big", bytes(90_000))]
-        with pytest.raises(HfHubHTTPError, match=r"at most 100000 bytes .*file 'big' has 90000 bytes, 120000 in transfer"):
+        with pytest.raises(
+            HfHubHTTPError, match=r"at most 100000 bytes .*file 'big' has 90000 bytes, 120000 in transfer"
+        ):
             api.create_commit("acme/a", one, commit_message="x", **KERNEL)
         several = [CommitOperationAdd(f"f{i}", b"%d" % i * 30_000) for i in range(4)]
-        with pytest.raises(HfHubHTTPError, match=r"at most 100000 bytes .*this one has 16\d+ bytes. Split it") as caught:
+        with pytest.raises(
+            HfHubHTTPError, match=r"at most 100000 bytes .*this one has 16\d+ bytes. Split it"
+        ) as caught:
             api.create_commit("acme/a", several, commit_message="x", **KERNEL)
         assert caught.value.response.status_code == 413
         assert head(api, "acme/a", "main") == before

@@ -6,6 +6,8 @@ and become exact float32 values block by block; results leave it as float32 and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 
@@ -23,6 +25,12 @@ def kernel_out_dtype(dtype) -> jnp.dtype:
 def item_bytes(*arrays: jax.Array) -> int:
     """Bytes per item to plan VMEM with: float16 blocks also exist as float32."""
     return max(4 if x.dtype == jnp.float16 else x.dtype.itemsize for x in arrays)
+
+
+def column_chunks(n: int, chunk: int) -> Iterator[slice]:
+    """Slices of an axis, for the compiler to multiply one after the other with fewer live registers."""
+    for start in range(0, n, chunk):
+        yield slice(start, min(start + chunk, n))
 
 
 def load(ref) -> jax.Array:

@@ -8,7 +8,7 @@ generation the kernels compile for: a core has 128 MiB of VMEM on v5e and v6e, 6
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIB = 1024 * 1024
 DEFAULT_VMEM_LIMIT_BYTES = 48 * MIB
@@ -25,6 +25,7 @@ class Config:
     block_k: int
     block_n: int
     vmem_limit_bytes: int = DEFAULT_VMEM_LIMIT_BYTES
+    chunk: int = 256  # columns multiplied at once inside a block: fewer spills on v6e and 7x, more on v5e 
 
 
 def choose_config(
@@ -78,9 +79,9 @@ def forward_vmem_bytes(config: Config, dtype_bytes: int) -> int:
 
 
 def weight_gradient_vmem_bytes(config: Config, dtype_bytes: int) -> int:
-    """lhs, grad and out blocks twice, their cleared copies, a float32 product and a float32 accumulator."""
+    """lhs, grad and out blocks twice, their cleared copies, a float32 accumulator and float32 chunks of the product."""
     m, k, n = _padded(config)
-    return 2 * (m * k + m * n + k * n) * dtype_bytes + (m * k + m * n) * dtype_bytes + 2 * k * n * 4
+    return 2 * (m * k + m * n + k * n) * dtype_bytes + (m * k + m * n) * dtype_bytes + (k + 2 * config.chunk) * n * 4
 
 
 def _row_blocks(m: int, g: int, least: int = 128) -> Iterator[int]:
@@ -117,7 +118,7 @@ def _shrink_for_decode(config: Config, m: int, n: int, g: int, dtype_bytes: int)
             chosen = block_n
             if config.block_k * block_n * dtype_bytes <= DECODE_BLOCK_BYTES:
                 break
-    return Config(config.block_m, config.block_k, chosen, config.vmem_limit_bytes)
+    return replace(config, block_n=chosen)
 
 
 def _padded(config: Config) -> tuple[int, int, int]:

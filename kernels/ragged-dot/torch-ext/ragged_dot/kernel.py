@@ -5,8 +5,9 @@
 Shapes   lhs (m, k), rhs (g, k, n) or (g, n, k) when transposed, group_sizes (g,) -> out (m, n)
 Grid     (cdiv(n, block_n), visits, cdiv(k, block_k)): a visit is one group on one row tile (visits.py); their number
          is known only at run time, and the grid is exactly that long. Groups without rows are never visited
-Edge     a tile shared by several groups stays in VMEM while they fill in their rows, first to last; rows past a
-         group are written as zero and overwritten by the next one, so that what is left at the end is zero.
+Edge     a tile shared by several groups stays in VMEM while they write to it, first to last: each keeps the rows
+         before its own, and what it leaves in the rows past its own is overwritten by the next visit. Rows past the
+         last group get visits of their own that write zeros and read nothing.
          Rows never mix, so whatever lies past m or past the last group in lhs (NaN too) reaches no result
 Memory   2 * (lhs, rhs and out blocks) + a float32 product (+ a float32 accumulator when k is split): config.py
 Limits   decode is bound by reading each active group's weights, once when block_k is k; prefill by the matrix units
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .blocks import dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
+from .blocks import column_chunks, dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
 from .config import Config, choose_config
 from .visits import row_bounds, visits_of_rows
 from .weight_gradient import ragged_dot_weight_gradient
@@ -48,26 +49,42 @@ def ragged_dot_forward(
     tiles_k, tiles_n = pl.cdiv(k, block_k), pl.cdiv(n, block_n)
     visits = visits_of_rows(group_sizes, m, block_m)
 
-    if transpose_rhs:
-        rhs_block = pl.BlockSpec((None, block_n, block_k), lambda j, v, p, group, tile, rows: (group[v], j, p))
-    else:
-        rhs_block = pl.BlockSpec((None, block_k, block_n), lambda j, v, p, group, tile, rows: (group[v], p, j))
+    def k_tile(p, rows):  # a visit without rows stays on the blocks that are already there
+        return p if tiles_k == 1 else jnp.where(row_bounds(rows)[1] > 0, p, tiles_k - 1)
+
+    def lhs_block(j, v, p, group, tile, source, rows):
+        return source[v], k_tile(p, rows[v])
+
+    def rhs_block(j, v, p, group, tile, source, rows):
+        return (group[v], j, k_tile(p, rows[v])) if transpose_rhs else (group[v], k_tile(p, rows[v]), j)
+
+    def out_block(j, v, p, group, tile, source, rows):
+        return tile[v], j
+
     body = functools.partial(
-        _multiply_visit, tiles_k=tiles_k, k_left=k % block_k, rhs_k_axis=1 if transpose_rhs else 0
+        _multiply_visit,
+        tiles_k=tiles_k,
+        k_left=k % block_k,
+        rhs_k_axis=1 if transpose_rhs else 0,
+        chunk=config.chunk,
     )
     out = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(tiles_n, visits.count, tiles_k),
-            in_specs=[pl.BlockSpec((block_m, block_k), lambda j, v, p, group, tile, rows: (tile[v], p)), rhs_block],
-            out_specs=pl.BlockSpec((block_m, block_n), lambda j, v, p, group, tile, rows: (tile[v], j)),
+            in_specs=[
+                pl.BlockSpec((block_m, block_k), lhs_block),
+                pl.BlockSpec((None, block_n, block_k) if transpose_rhs else (None, block_k, block_n), rhs_block),
+            ],
+            out_specs=pl.BlockSpec((block_m, block_n), out_block),
             scratch_shapes=[pltpu.VMEM((block_m, block_n), jnp.float32)] if tiles_k > 1 else [],
         ),
         out_shape=jax.ShapeDtypeStruct((m, n), kernel_out_dtype(lhs.dtype)),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_limit_bytes,
+            disable_bounds_checks=True,  # visits.py clips every index; the checks cost 50 bundles per step
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * m * k * n,
@@ -76,29 +93,31 @@ def ragged_dot_forward(
         ),
         interpret=interpret,
         name="ragged_dot_forward",
-    )(visits.group, visits.tile, visits.rows, for_kernel(lhs), for_kernel(rhs))
+    )(visits.group, visits.tile, visits.source, visits.rows, for_kernel(lhs), for_kernel(rhs))
     return out.astype(lhs.dtype)
 
 
-def _multiply_visit(_group, _tile, rows_ref, lhs_ref, rhs_ref, out_ref, *acc, tiles_k, k_left, rhs_k_axis):
+def _multiply_visit(
+    _group, _tile, _source, rows_ref, lhs_ref, rhs_ref, out_ref, *acc, tiles_k, k_left, rhs_k_axis, chunk
+):
     first_row, past_row = row_bounds(rows_ref[pl.program_id(1)])
     step = pl.program_id(2)
 
-    @pl.when(past_row > 0)
-    def _():
-        product = _multiply_block(lhs_ref, rhs_ref, step, tiles_k, k_left, rhs_k_axis)
-        if tiles_k == 1:
-            _write_rows(out_ref, product, first_row, past_row)
-        else:
-            _accumulate(acc[0], product, step)
+    def multiply():
+        for columns in column_chunks(out_ref.shape[1], chunk):
+            rhs = rhs_ref.at[columns] if rhs_k_axis == 1 else rhs_ref.at[:, columns]
+            product = _multiply_block(lhs_ref, rhs, step, tiles_k, k_left, rhs_k_axis)
+            if tiles_k == 1:
+                _write_rows(out_ref.at[:, columns], product, first_row)
+            else:
+                acc_ref = acc[0].at[:, columns]
+                _accumulate(acc_ref, product, step)
 
-            @pl.when(step == tiles_k - 1)
-            def _():
-                _write_rows(out_ref, acc[0][...], first_row, past_row)
+                @pl.when(step == tiles_k - 1)
+                def _(acc_ref=acc_ref, columns=columns):
+                    _write_rows(out_ref.at[:, columns], acc_ref[...], first_row)
 
-    @pl.when(past_row == 0)
-    def _():
-        out_ref[...] = jnp.zeros_like(out_ref)
+    jax.lax.cond(past_row > 0, multiply, lambda: _clear_rows(out_ref, first_row))
 
 
 def _multiply_block(lhs_ref, rhs_ref, step, tiles_k, k_left, rhs_k_axis):
@@ -120,8 +139,19 @@ def _accumulate(acc_ref, product, step):
         acc_ref[...] += product
 
 
-def _write_rows(out_ref, product, first_row, past_row):
-    """Rows before the group keep what earlier groups wrote, rows past it become zero."""
+def _write_rows(out_ref, product, first_row):
+    """Rows before the group keep what earlier groups wrote. Rows past it belong to visits still to come."""
     row = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
-    product = jnp.where(row < past_row, product, 0).astype(out_ref.dtype)
-    out_ref[...] = jnp.where(row < first_row, out_ref[...], product)
+    out_ref[...] = jnp.where(row < first_row, out_ref[...], product.astype(out_ref.dtype))
+
+
+def _clear_rows(out_ref, first_row):
+    """Zeros from `first_row` on, a few rows at a time: a short loop instead of a long run of stores."""
+
+    def clear(i, _):
+        rows = pl.ds(pl.multiple_of(i * 16, 16), 16)
+        row = i * 16 + jax.lax.broadcasted_iota(jnp.int32, (16, out_ref.shape[1]), 0)
+        out_ref[rows, :] = jnp.where(row < first_row, out_ref[rows, :], 0)
+        return 0
+
+    jax.lax.fori_loop(0, out_ref.shape[0] // 16, clear, 0)

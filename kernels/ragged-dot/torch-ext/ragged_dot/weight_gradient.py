@@ -7,7 +7,7 @@ Grid     (cdiv(k, block_k), cdiv(n, block_n), visits): a visit is one group on o
          without rows has one visit that reads nothing new and writes zeros. Each output block is written once
 Edge     rows of other groups in the tile, rows past the last group and rows past m are cleared in both factors,
          since what lies there may be NaN and 0 * NaN is NaN
-Memory   2 * (lhs, grad and out blocks) + a float32 accumulator + a float32 product: config.py
+Memory   2 * (lhs, grad and out blocks) + their cleared copies + a float32 accumulator: config.py
 Limits   bound by writing out when groups are small, by the matrix units when they are large
 """
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .blocks import dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
+from .blocks import column_chunks, dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
 from .config import Config, choose_weight_gradient_config
 from .visits import row_bounds, visits_of_groups
 
@@ -46,21 +46,22 @@ def ragged_dot_weight_gradient(
     if transpose:  # (lhs.T @ grad).T is grad.T @ lhs
         left, right, k, n, block_k, block_n = right, left, n, k, block_n, block_k
     out = pl.pallas_call(
-        _add_visit,
+        functools.partial(_add_visit, chunk=config.chunk),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(pl.cdiv(k, block_k), pl.cdiv(n, block_n), visits.count),
             in_specs=[
-                pl.BlockSpec((block_m, block_k), lambda i, j, v, group, tile, rows: (tile[v], i)),
-                pl.BlockSpec((block_m, block_n), lambda i, j, v, group, tile, rows: (tile[v], j)),
+                pl.BlockSpec((block_m, block_k), lambda i, j, v, group, source, rows: (source[v], i)),
+                pl.BlockSpec((block_m, block_n), lambda i, j, v, group, source, rows: (source[v], j)),
             ],
-            out_specs=pl.BlockSpec((None, block_k, block_n), lambda i, j, v, group, tile, rows: (group[v], i, j)),
+            out_specs=pl.BlockSpec((None, block_k, block_n), lambda i, j, v, group, source, rows: (group[v], i, j)),
             scratch_shapes=[pltpu.VMEM((block_k, block_n), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((g, k, n), out_dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=config.vmem_limit_bytes,
+            disable_bounds_checks=True,  # visits.py clips every index
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * m * k * n,
@@ -71,38 +72,31 @@ def ragged_dot_weight_gradient(
         ),
         interpret=interpret,
         name="ragged_dot_weight_gradient",
-    )(visits.group, visits.tile, visits.rows, left, right)
+    )(visits.group, visits.source, visits.rows, left, right)
     return out.astype(lhs.dtype)
 
 
-def _add_visit(group_ref, _tile, rows_ref, left_ref, right_ref, out_ref, acc_ref):
+def _add_visit(group_ref, _source, rows_ref, left_ref, right_ref, out_ref, acc_ref, *, chunk):
     visit, visits = pl.program_id(2), pl.num_programs(2)
     group = group_ref[visit]
     is_first = (visit == 0) | (group_ref[jnp.maximum(visit - 1, 0)] != group)
     is_last = (visit == visits - 1) | (group_ref[jnp.minimum(visit + 1, visits - 1)] != group)
     first_row, past_row = row_bounds(rows_ref[visit])
 
+    @pl.when(is_first)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
     @pl.when(past_row > 0)
     def _():
-        left = _clear_other_rows(load(left_ref), first_row, past_row)  # (block_m, block_k)
         right = _clear_other_rows(load(right_ref), first_row, past_row)  # (block_m, block_n)
-        product = dot_in_float32(left, right, (0,), (0,))
+        for columns in column_chunks(left_ref.shape[1], chunk):
+            left = _clear_other_rows(load(left_ref.at[:, columns]), first_row, past_row)  # (block_m, chunk of block_k)
+            acc_ref[columns, :] += dot_in_float32(left, right, (0,), (0,))
 
-        @pl.when(is_first)
-        def _():
-            acc_ref[...] = product
-
-        @pl.when(~is_first)
-        def _():
-            acc_ref[...] += product
-
-        @pl.when(is_last)
-        def _():
-            out_ref[...] = acc_ref[...].astype(out_ref.dtype)
-
-    @pl.when(past_row == 0)
+    @pl.when(is_last)
     def _():
-        out_ref[...] = jnp.zeros_like(out_ref)
+        out_ref[...] = acc_ref[...].astype(out_ref.dtype)
 
 
 def _clear_other_rows(block, first_row, past_row):

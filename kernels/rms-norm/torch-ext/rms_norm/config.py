@@ -38,6 +38,7 @@ class Streams:
     blocks: tuple[int, ...]  # item size of each (m, n) operand and result: double-buffered
     row_scratch: tuple[int, ...] = ()  # item size of each block kept in scratch when rows are cut
     sums: bool = False  # float32 accumulators for dweight
+    tile_registers: int = 2  # registers of rows worked on at a time: more hide latency, fewer leave room for operands
 
 
 def forward_streams(x_bytes: int, y_bytes: int, *, residual: bool) -> Streams:
@@ -49,7 +50,7 @@ def forward_streams(x_bytes: int, y_bytes: int, *, residual: bool) -> Streams:
 def backward_streams(x_bytes: int, y_bytes: int, *, residual: bool) -> Streams:
     """x, dy and dx, and with a residual the gradient of the sum; a cut row keeps x and dy."""
     extra = (x_bytes,) if residual else ()
-    return Streams(blocks=(x_bytes, y_bytes, x_bytes, *extra), row_scratch=(x_bytes, y_bytes), sums=True)
+    return Streams(blocks=(x_bytes, y_bytes, x_bytes, *extra), row_scratch=(x_bytes, y_bytes), sums=True, tile_registers=1)
 
 
 def choose(m: int, n: int, streams: Streams, *, limits: tuple[int, ...] = ()) -> Config:
@@ -104,8 +105,8 @@ def _rows_that_fit(m: int, n: int, tile_m: int, streams: Streams, limit: int) ->
 
 def _tile(m: int, streams: Streams) -> int:
     """Rows of one tile: whole registers of the narrowest dtype, so that no load straddles two of them."""
-    sublanes = 8 * 4 // min(streams.blocks)
-    return m if m < sublanes else sublanes
+    register = 8 * 4 // min(streams.blocks)
+    return m if m < register else min(m // register, streams.tile_registers) * register
 
 
 def _block_bytes(rows: int, width: int, item: int) -> int:

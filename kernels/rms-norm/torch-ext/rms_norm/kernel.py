@@ -7,6 +7,7 @@ Grid     (cdiv(m, block_m),) for x (m, n); rows too wide for VMEM are cut into c
 Edge     a partial last block is safe: rows never mix, and rows past m are not written back
          (the backward pass, which sums over rows, leaves them out)
 Memory   config.py: x and y twice (one block computed, one in flight), dweight once in float32
+Dtypes   float32 and bfloat16; TPUs load no float16, so XLA widens it to float32 before the kernel and rounds after
 Limits   bound by memory traffic: forward reads x once and writes y once; backward reads x and dy once and writes dx
          once, since 1 / rms costs no bytes when it is computed again
 """
@@ -58,6 +59,8 @@ def rms_norm_residual_backward(
 
 def _forward(operands, weight, order: Order, config: Config | None, interpret):
     x = operands[0]
+    if jnp.float16 in (x.dtype, weight.dtype):
+        return _forward_float16(operands, weight, order, config, interpret)
     m, n = math.prod(x.shape[:-1]), x.shape[-1]
     y_dtype = order.output_dtype(x.dtype, weight.dtype)
     results = [jax.ShapeDtypeStruct((m, n), dtype) for dtype in (y_dtype, x.dtype)[: len(operands)]]
@@ -70,6 +73,19 @@ def _forward(operands, weight, order: Order, config: Config | None, interpret):
         [operand.reshape(m, n) for operand in operands], weight.reshape(1, n), results, order, config, interpret
     )
     return tuple(output.reshape(x.shape) for output in outputs)
+
+
+def _forward_float16(operands, weight, order: Order, config: Config | None, interpret):
+    y_dtype = order.output_dtype(operands[0].dtype, weight.dtype)
+    weight = weight.astype(jnp.float32)
+    if operands[0].dtype != jnp.float16:
+        return _forward(operands, weight, order, config, interpret)
+    total = sum(operands[1:], start=operands[0])
+    kernel_weight = weight if order.float32_scale else jnp.ones_like(weight)
+    y = _forward([total.astype(jnp.float32)], kernel_weight, order, config, interpret)[0].astype(total.dtype)
+    if not order.float32_scale:
+        y = (y.astype(jnp.float32) * weight).astype(y_dtype)
+    return (y, total)[: len(operands)]
 
 
 def _launch_forward(operands, weight, results, order: Order, config: Config, interpret):
@@ -123,6 +139,10 @@ def _backward(operands, weight, order: Order, config: Config | None, interpret):
     m, n = math.prod(x.shape[:-1]), x.shape[-1]
     if x.size == 0:
         return jnp.zeros(x.shape, x.dtype), jnp.zeros((n,), weight.dtype)
+    if jnp.float16 in (x.dtype, weight.dtype, dy.dtype):
+        wide = [operand.astype(jnp.float32) for operand in operands]
+        dx, dweight = _backward(wide, weight.astype(jnp.float32), order, config, interpret)
+        return dx.astype(x.dtype), dweight.astype(weight.dtype)
     streams = backward_streams(x.dtype.itemsize, dy.dtype.itemsize, residual=len(operands) == 3)
     config = config or choose(m, n, streams)
     launch = _launch_backward if config.block_n >= n else kernel_wide.launch_backward

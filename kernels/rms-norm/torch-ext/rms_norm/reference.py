@@ -26,6 +26,17 @@ def rms_norm_residual(x, residual, weight, **options):
     return rms_norm(total, weight, **options), total
 
 
+def rms_norm_backward(x, weight, dy, **options):
+    """Gradients of x and weight for the gradient dy of y."""
+    return jax.vjp(lambda x, weight: rms_norm(x, weight, **options), x, weight)[1](dy)
+
+
+def rms_norm_residual_backward(total, weight, dy, dtotal, **options):
+    """Gradients of x (which is that of residual) and weight; total is x + residual."""
+    dx, dweight = rms_norm_backward(total, weight, dy, **options)
+    return dx + dtotal, dweight
+
+
 def _unit_rms(x, eps):
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)

@@ -1,0 +1,173 @@
+"""A whole experts layer: route, gather, gate and up product, activation, down product, weighting, sum per token.
+
+Everything but the two ragged dots is plain torch, differentiable as it stands and free of data-dependent shapes, so the
+layer traces, exports and checkpoints like any other torch code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import (
+    check_layer,
+    check_one_device,
+    check_top_k_index,
+    check_whole_numbers,
+    dtype_text,
+    shape_text,
+)
+from .op import product
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+def moe_experts(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    activation: str | Callable[[Tensor], Tensor] = "silu",
+    gate: str | Callable[[Tensor], Tensor] | None = "concatenated",
+    transposed: bool = False,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    output_norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Send each token through its top_k experts and sum the results, weighted.
+
+    activation   a name (silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh) or a function of a tensor
+    gate         how gate and up lie in the first product: "concatenated" [gate, up], "interleaved" [gate0, up0, ...],
+                 None for experts without a gate; or a function (s, 2 * i) -> (s, i) in place of activation(gate) * up
+    transposed   weights are (e, in, out) instead of (e, out, in)
+    output_norm  a function applied to each expert's output before weighting
+    A top_k_index of e marks a slot that no expert here serves: it adds nothing, and its weight's gradient is zero.
+
+    Shapes   hidden_states (t, h), gate_up_proj (e, 2 * i, h), down_proj (e, h, i), top_k_index and top_k_weights
+             (t, top_k), gate_up_bias (e, 2 * i), down_bias (e, h)  ->  (t, h); i in place of 2 * i without a gate
+    Dtypes   as ragged_dot, one for hidden_states and weights; top_k_weights any float; result in hidden_states.dtype
+    Grads    hidden_states, all weights and biases, top_k_weights; an expert without tokens gets exactly zero
+    Raises   ValueError: shapes that do not match, on CPU an index outside 0 ... e.  TypeError: unsupported dtypes
+    Source   the experts of Transformers (transformers.integrations.moe)
+    """
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    _check(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, biases, gate is not None, transposed)
+    experts, top_k = gate_up_proj.shape[0], top_k_index.shape[1]
+    order, ids, group_sizes = _sort_by_expert(top_k_index, experts)
+
+    x = hidden_states.index_select(0, order // top_k)  # (s, h): one row per served slot, in the order of experts
+    x = _linear(x, gate_up_proj, gate_up_bias, ids, group_sizes, transposed)
+    x = _apply_gate(x, activation, gate)  # (s, i)
+    x = _linear(x, down_proj, down_bias, ids, group_sizes, transposed)
+    if output_norm is not None:
+        x = output_norm(x)
+    return _combine(x, order, top_k_index, top_k_weights, experts).to(hidden_states.dtype)
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`moe_experts` for an experts module of Transformers, whatever its layout.
+
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        ALL_EXPERTS_FUNCTIONS.register("pallas", experts_forward)
+        model.set_experts_implementation("pallas")
+    """
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    return moe_experts(
+        hidden_states,
+        getattr(self, first),
+        self.down_proj,
+        top_k_index,
+        top_k_weights,
+        activation=getattr(self, "act_fn", "silu"),  # unused where _apply_gate brings its own
+        gate=self._apply_gate if self.has_gate else None,
+        transposed=self.is_transposed,
+        gate_up_bias=getattr(self, first + "_bias") if self.has_bias else None,
+        down_bias=self.down_proj_bias if self.has_bias else None,
+        output_norm=self.post_expert_norm if self.has_post_expert_norm else None,
+    )
+
+
+def _sort_by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots in the order of their experts, each one's expert, and how many each expert got. Unserved slots last."""
+    flat = top_k_index.reshape(-1)  # (s,) with s = t * top_k
+    ids, order = torch.sort(flat, stable=True)
+    counts = torch.zeros(experts + 1, dtype=torch.int32, device=flat.device)
+    counts = counts.scatter_add(0, flat.long(), torch.ones_like(flat, dtype=torch.int32))
+    return order, ids, counts[:experts]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, group_sizes: Tensor, transposed: bool) -> Tensor:
+    y = product(x, weight, group_sizes, not transposed)
+    if bias is None:
+        return y
+    # Any bias will do for unserved slots: the next product, or the weighting, drops those rows.
+    return y + bias.index_select(0, ids.clamp(max=bias.shape[0] - 1)).to(y.dtype)
+
+
+def _apply_gate(x: Tensor, activation: str | Callable, gate: str | Callable | None) -> Tensor:
+    if callable(gate):
+        return gate(x)
+    act = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    if gate is None:
+        return act(x)
+    gates, ups = x.chunk(2, dim=-1) if gate == "concatenated" else (x[..., ::2], x[..., 1::2])
+    return act(gates) * ups
+
+
+def _combine(x: Tensor, order: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> Tensor:
+    """Bring the slots back to their tokens and sum them there, weighted: (s, h) -> (t, h)."""
+    t, top_k = top_k_index.shape
+    # A slot without an expert must not count, even if its weight or row is NaN.
+    served = top_k_index < experts
+    weights = torch.where(served, top_k_weights, 0).reshape(-1)
+    back = torch.empty_like(order).scatter(0, order, torch.arange(t * top_k, device=order.device))
+    rows = x.index_select(0, back)  # (s, h), token by token
+    rows = torch.where(served.reshape(-1, 1), rows * weights.unsqueeze(-1), 0)
+    return rows.view(t, top_k, -1).sum(dim=1)
+
+
+def _check(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    biases: dict[str, Tensor | None],
+    gated: bool,
+    transposed: bool,
+) -> None:
+    op, t = "moe_experts", hidden_states.shape[0] if hidden_states.dim() else 0
+    tensors = {"hidden_states": hidden_states, "gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    check_one_device(op, {**tensors, "top_k_index": top_k_index, "top_k_weights": top_k_weights, **biases})
+    e, h, i = check_layer(op, tensors, gated, transposed)
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != t:
+        raise ValueError(
+            f"{op}: top_k_index must be (t, top_k) = ({t}, top_k) to match hidden_states (t, h) = ({t}, {h}); "
+            f"got {shape_text(top_k_index)}."
+        )
+    if top_k_weights.shape != top_k_index.shape:
+        raise ValueError(
+            f"{op}: top_k_weights must be (t, top_k) = {shape_text(top_k_index)} to match top_k_index; "
+            f"got {shape_text(top_k_weights)}."
+        )
+    check_whole_numbers(op, "top_k_index", top_k_index)
+    if not top_k_weights.is_floating_point():
+        raise TypeError(f"{op}: top_k_weights is {dtype_text(top_k_weights)}; it must be a float dtype.")
+    for (name, bias), width, letters in zip(biases.items(), (i, h), ("2 * i" if gated else "i", "h"), strict=True):
+        if bias is not None and bias.shape != (e, width):
+            raise ValueError(f"{op}: {name} must be (e, {letters}) = ({e}, {width}); got {shape_text(bias)}.")
+    check_top_k_index(op, top_k_index, e)

@@ -1,0 +1,133 @@
+"""experts_implementation="pallas": there before a model is built, in whatever order things are imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from layers_fakes import experts_kernel
+from layers_models import ids, tiny
+
+import pallas_hub
+from pallas_hub.layers import interface, use_loader
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+TABLE = "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as table; print('pallas' in table)"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import pallas_hub, transformers",
+        "import transformers, pallas_hub",
+        "import transformers.integrations.moe, pallas_hub",
+        "import pallas_hub; from transformers import Qwen3MoeForCausalLM",
+    ],
+)
+def test_the_name_is_there_in_whatever_order_things_are_imported(imports):
+    assert run(f"{imports}; {TABLE}") == "True"
+
+
+def test_importing_pallas_hub_imports_neither_torch_nor_transformers():
+    code = "import sys, pallas_hub; print([m for m in ('torch', 'transformers', 'jax', 'kernels') if m in sys.modules])"
+    assert run(code) == "[]"
+
+
+def test_waiting_costs_nothing_and_ends_with_the_import():
+    code = """
+import sys, pallas_hub.layers.interface as interface
+interface.register_when_imported(); interface.register_when_imported()
+waiting = lambda: sum(type(finder).__name__ == "_AfterImport" for finder in sys.meta_path)
+print(waiting())
+import transformers.integrations.moe as moe
+print(waiting(), "pallas" in moe.ALL_EXPERTS_FUNCTIONS, moe.__spec__.loader.get_source(moe.__name__)[:1])
+first = moe.ALL_EXPERTS_FUNCTIONS["pallas"]
+interface.register_when_imported(); interface.register()
+print(waiting(), moe.ALL_EXPERTS_FUNCTIONS["pallas"] is first)
+"""
+    assert run(code).splitlines() == ["1", "0 True #", "0 True"]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """A fresh process as far as "pallas" is concerned, with a fake kernel behind it."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    kernel, loads = experts_kernel(), []
+
+    def loader(repo_id, version):
+        loads.append(repo_id)
+        return kernel
+
+    kernel.loads = loads
+    monkeypatch.setattr(interface, "_DEFAULT", [])
+    table = ALL_EXPERTS_FUNCTIONS._global_mapping
+    monkeypatch.delitem(table, "pallas", raising=False)
+    interface.register()
+    with use_loader(loader):
+        yield kernel
+
+
+def test_a_model_built_with_the_name_runs_the_kernel(kernel):
+    plain, model = tiny("qwen3_moe"), tiny("qwen3_moe", experts_implementation="pallas")
+    assert model.config._experts_implementation == "pallas"
+    assert kernel.loads == []  # nothing is downloaded by building a model
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids()).logits, plain(ids()).logits, rtol=1e-4, atol=1e-5)
+    assert kernel.loads == ["pallas-hub/ragged-dot"] and len(kernel.calls) == 2
+    assert plain.config._experts_implementation == "grouped_mm"
+
+
+def test_from_pretrained_and_the_setter_know_the_name(kernel, tmp_path):
+    tiny("mixtral").save_pretrained(tmp_path)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="pallas")
+    with torch.no_grad():
+        wanted = model(ids()).logits
+        assert len(kernel.calls) == 2
+        model.set_experts_implementation("eager")
+        torch.testing.assert_close(model(ids()).logits, wanted, rtol=1e-4, atol=1e-5)
+        assert len(kernel.calls) == 2
+        model.set_experts_implementation("pallas")
+        model(ids())
+    assert len(kernel.calls) == 4
+
+
+def test_the_first_call_may_be_a_compiled_one(kernel):
+    model = tiny("qwen3_moe", experts_implementation="pallas")
+    block, x = model.model.layers[0].mlp, torch.randn(1, 5, 32)
+    with torch.no_grad():
+        compiled = torch.compile(block, fullgraph=True, backend="eager")(x)
+        assert kernel.loads == ["pallas-hub/ragged-dot"]
+        torch.testing.assert_close(compiled, block(x))
+
+
+def test_kernelize_keeps_a_model_that_has_the_name_already(kernel):
+    model = tiny("qwen3_moe", experts_implementation="pallas")
+    report = pallas_hub.kernelize(model, kernels=["experts"])
+    assert len(report.swapped) == 2 and model.config._experts_implementation == "pallas"
+    pallas_hub.unkernelize(model)
+    assert model.config._experts_implementation == "pallas"
+
+
+def test_another_kernel_gets_a_name_of_its_own(kernel):
+    other, model, plain = experts_kernel(), tiny("qwen3_moe"), tiny("qwen3_moe", experts_implementation="pallas")
+    with use_loader(lambda repo_id, version: other):
+        pallas_hub.kernelize(model, kernels={"RMSNorm": None, "experts": "acme/experts@2"})
+    assert model.config._experts_implementation == "pallas:acme/experts@2"
+    with torch.no_grad():
+        plain(ids())
+    assert len(kernel.calls) == 2
+    calls = len(other.calls)
+    with torch.no_grad():
+        model(ids())
+    assert (len(kernel.calls), len(other.calls)) == (2, calls + 2)
