@@ -53,7 +53,7 @@ format: .venv/ready
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	.venv/bin/python -m pip install --quiet -c tests/constraints.txt --group dev -e '.[jax,tpu,transformers,serve,bench]' $(TORCH)
+	.venv/bin/python -m pip install --quiet -c tests/constraints.txt --group dev -e '.[jax,tpu,aot,transformers,serve,bench]' $(TORCH)
 	touch $@
 
 .venv-newest/ready: tests/constraints-newest.txt

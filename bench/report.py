@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pallas_hub.bench.case import CaseResult, Row
@@ -138,7 +139,7 @@ def _row_json(result: CaseResult, row: Row) -> dict[str, Any]:
         "ours": row.ours,
         "status": "failed" if row.failed else "skipped" if row.skipped else "timed",
         "reason": row.why_not,
-        "check_error": row.check.error if row.check else None,
+        "check_error": row.check.error if row.check and math.isfinite(row.check.error) else None,
         "path": row.path or None,
         "timing": row.timing.to_json() if row.timing else None,
         "speed_vs_best_other": result.speed(row),

@@ -19,11 +19,20 @@ from typing import Any
 
 KERNELS = ("rms-norm", "ragged-dot")
 ORGANISATION = "pallas-hub"
-# Settings of the user that would make the demo do something else than it says.
+# Settings that would make the demo do something else than it says.
 _UNSET = (
-    "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "LOCAL_KERNELS", "KERNELS_CACHE", "DISABLE_KERNEL_MAPPING",
-    "PALLAS_HUB_PATH", "PALLAS_HUB_INTERPRET",
-)  # fmt: skip
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "LOCAL_KERNELS",
+    "KERNELS_CACHE",
+    "DISABLE_KERNEL_MAPPING",
+    "PALLAS_HUB_PATH",
+    "PALLAS_HUB_INTERPRET",
+    # With telemetry off, kernels 0.17.2 sends a header that no HTTP client accepts. The only Hub here is our own.
+    "HF_HUB_DISABLE_TELEMETRY",
+    "DISABLE_TELEMETRY",
+    "DO_NOT_TRACK",
+)
 
 
 class StepFailed(RuntimeError):

@@ -11,8 +11,6 @@ import importlib.util
 import logging
 import sys
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -85,9 +83,17 @@ def already_loaded(module_id: str, digest: str | None, path: Path) -> ModuleType
     )
 
 
-def register_verified(module_id: str, folder: Path, hashes: dict[str, str], algorithm: str = "sha256") -> None:
-    """From now on, import the submodules of `module_id` from exactly these files."""
-    _verified[module_id] = _Package(folder, hashes, algorithm)
+def register_verified(
+    module_id: str, folder: Path, hashes: dict[str, str], *, algorithm: str = "sha256", inside: str = ""
+) -> None:
+    """From now on, import `module_id` and its submodules from exactly these files.
+
+    inside   the package's own folder below `folder`, "" or "name/"
+    """
+    own = {path.removeprefix(inside): value for path, value in hashes.items() if path.startswith(inside)}
+    if "__init__.py" not in own:
+        raise LoadError(f"{folder}: holds no {inside}__init__.py; it is not a kernel.")
+    _verified[module_id] = _Package(folder / inside, own, algorithm)
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
 
@@ -99,30 +105,25 @@ def forget(module_id: str) -> None:
         del sys.modules[name]
 
 
-def import_verified(module_id: str, run: Callable[[], ModuleType] | None = None) -> ModuleType:
-    """Import a registered package, by `run` if given. On failure nothing of it stays in sys.modules."""
+def import_verified(module_id: str) -> ModuleType:
+    """Import a registered package. On failure nothing of it stays in sys.modules."""
+    spec = _spec(module_id, "")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_id] = module
     try:
-        with _no_bytecode():
-            return run() if run is not None else _import_root(module_id)
+        spec.loader.exec_module(module)
     except BaseException:
         forget(module_id)
         raise
+    return module
 
 
 def record(module_id: str, origin: LoadedFrom) -> None:
     """Remember and log where a module came from; the first load is what counts."""
     if _origins.setdefault(module_id, origin) is origin:
         logger.info("%s", origin)
-
-
-def _import_root(module_id: str) -> ModuleType:
-    spec = _spec(module_id, "")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_id] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class _VerifiedLoader(importlib.machinery.SourceFileLoader):
@@ -177,18 +178,3 @@ def _spec(fullname: str, inside: str) -> importlib.machinery.ModuleSpec | None:
 def _native_files(package: _Package, inside: str) -> bool:
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     return any(path.startswith(f"{inside}.") and path.endswith(suffixes) for path in package.hashes)
-
-
-@contextmanager
-def _no_bytecode() -> Generator[None]:
-    """Look for bytecode in a folder that does not exist, and write none.
-
-    The kernels library imports a kernel's __init__.py with Python's own loader, which would prefer a stale or planted
-    __pycache__ over the source that was verified.
-    """
-    saved = sys.pycache_prefix, sys.dont_write_bytecode
-    sys.pycache_prefix, sys.dont_write_bytecode = "/nonexistent/pallas-hub", True
-    try:
-        yield
-    finally:
-        sys.pycache_prefix, sys.dont_write_bytecode = saved

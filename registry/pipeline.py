@@ -41,12 +41,9 @@ def load_remote(request: Request, *, from_cache: bool) -> ModuleType:
     _validate(tree, request)
     tree = _install(api, tree, resolver, request)
     with importer.load_lock:
-        origins = [_prepare(node, resolver, from_cache) for node in fetch.walk(tree)]
-        module_id = tree.location.metadata.id
-        module = importer.import_verified(module_id, tree.load)
-        for node_id, origin in origins:
-            importer.record(node_id, origin)
-    return module
+        for node in fetch.walk(tree):
+            _import_node(node, resolver, from_cache)
+        return tree.load()  # the kernels library finds every module loaded; only the dependency tree is its own
 
 
 def resolve(request: Request, *, from_cache: bool) -> tuple[Any, Any, Resolver, Request]:
@@ -115,14 +112,31 @@ def _verify(node: Any) -> None:
     verify_variant(folder, promise[1], mend=mend, algorithm=promise[0])
 
 
-def _prepare(node: Any, resolver: Resolver, from_cache: bool) -> tuple[str, LoadedFrom]:
-    """Get one verified node ready for import, and write down where it came from."""
+def _import_node(node: Any, resolver: Resolver, from_cache: bool) -> None:
+    """Import one verified node, whose dependencies are loaded, and enter it in the kernels library's register.
+
+    The library itself would import it with Python's own loader, which prefers a stale or planted __pycache__ over the
+    source that was verified. Without a promise in metadata.json there is nothing to verify, and it does import it.
+    """
+    from kernels.deps import use_kernel_deps
     from kernels.importer import LoadedKernel, RepoInfo, _loaded_kernels
 
     location, metadata = node.location, read_metadata(node.location.variant_path)
+    folder, repo, module_id = location.variant_path, location.origin, location.metadata.id
     promise = promised(metadata)
     digest = tree_digest(promise[1]) if promise and promise[0] == "sha256" else None
-    repo, module_id = location.origin, location.metadata.id
+    module = importer.already_loaded(module_id, digest, folder)
+    if module is None and promise is not None:
+        inside = "" if (folder / "__init__.py").exists() else f"{location.metadata.name.python_name}/"
+        importer.register_verified(module_id, folder, promise[1], algorithm=promise[0], inside=inside)
+        with use_kernel_deps({repo_id: dependency.load() for repo_id, dependency in node.deps.items()}):
+            module = importer.import_verified(module_id)
+    if module is None:
+        node.load()
+    else:
+        info = RepoInfo(repo_id=repo.repo_id, revision=repo.revision) if repo else None
+        known = LoadedKernel(metadata=location.metadata, module=module, repo_info=info)
+        _loaded_kernels.setdefault(folder, known)
     origin = LoadedFrom(
         name=str(location.metadata.name),
         repo_id=repo.repo_id if repo else str(location.metadata.name),
@@ -130,19 +144,11 @@ def _prepare(node: Any, resolver: Resolver, from_cache: bool) -> tuple[str, Load
         commit=repo.revision if repo else None,
         source=("cache" if from_cache else "hub") if repo else "local",
         variant=location.variant_str,
-        trust=resolver.reasons[(repo.repo_id, repo.revision) if repo else location.variant_path],
-        path=location.variant_path,
+        trust=resolver.reasons[(repo.repo_id, repo.revision) if repo else folder],
+        path=folder,
         digest=digest,
     )
-    existing = importer.already_loaded(module_id, digest, location.variant_path)
-    if existing is not None:
-        # The kernels library knows modules by folder; tell it that these files are loaded, or it would run them again.
-        info = RepoInfo(repo_id=repo.repo_id, revision=repo.revision) if repo else None
-        known = LoadedKernel(metadata=location.metadata, module=existing, repo_info=info)
-        _loaded_kernels.setdefault(location.variant_path, known)
-    elif promise is not None:
-        importer.register_verified(module_id, location.variant_path, promise[1], promise[0])
-    return module_id, origin
+    importer.record(module_id, origin)
 
 
 def _newest(repo_id: str, from_cache: bool) -> int:

@@ -26,7 +26,7 @@ def _make() -> Any:
 
     def before() -> None:
         nonlocal jax_was_up
-        jax_was_up = state.forked_after_jax or _jax_has_started()
+        jax_was_up = state.forked_after_jax or jax_has_started()
 
     def after_in_child() -> None:
         state.forked_after_jax = jax_was_up
@@ -36,7 +36,7 @@ def _make() -> Any:
     return state
 
 
-def _jax_has_started() -> bool:
+def jax_has_started() -> bool:
     # JAX has no public way to ask without starting a backend.
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bool(bridge and bridge._backends)

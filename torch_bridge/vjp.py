@@ -59,8 +59,8 @@ class _Backward(Lazy):
         op, n = self._op, self._n_inputs
 
         def backward(*arrays: Any, needs: int, **keywords: Any) -> tuple:
-            inputs = arrays[:n]
-            grads = vjp(*arrays, **keywords)
+            inputs, output_grads = arrays[:n], map(_cotangent, arrays[n:])
+            grads = vjp(*inputs, *output_grads, **keywords)
             grads = tuple(grads) if isinstance(grads, tuple | list) else (grads,)
             if len(grads) != n:
                 raise TypeError(f"{op}: vjp must return one entry per tensor input, {n}; got {len(grads)}.")
@@ -79,8 +79,19 @@ class _Backward(Lazy):
         return f"<backward of {self._op}>"
 
 
+def _cotangent(grad: Any) -> Any:
+    """torch's gradient of an output as JAX has it: conjugate, and of dtype float0 for an integer output."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    if jnp.issubdtype(grad.dtype, jnp.inexact):
+        return jnp.conj(grad)
+    return np.zeros(grad.shape, jax.dtypes.float0)
+
+
 def _entry(needed: int, grad: Any, x: Any, i: int, op: str) -> Any:
-    """The gradient in the dtype of its input; an empty array for one that nobody asked for."""
+    """The gradient as torch has it, in the dtype of its input; an empty array for one that nobody asked for."""
     import jax.numpy as jnp
 
     if not needed:
@@ -89,4 +100,4 @@ def _entry(needed: int, grad: Any, x: Any, i: int, op: str) -> Any:
         return jnp.zeros_like(x)
     if grad.shape != x.shape:
         raise ValueError(f"{op}: entry {i} of vjp must have the shape of its input, {x.shape}; got {grad.shape}.")
-    return grad.astype(x.dtype)
+    return jnp.conj(grad).astype(x.dtype)

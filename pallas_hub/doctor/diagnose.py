@@ -23,6 +23,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> list[Finding]:
         devices.our_variant(installed),
         *hub.check_hub(environ),
         *hub.check_variables(environ),
+        *hub.check_telemetry(environ, installed.get("kernels")),
     ]
 
 

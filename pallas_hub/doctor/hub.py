@@ -17,6 +17,7 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 REACH_TIMEOUT_S = 4.0
 LOW_SPACE = 1 * 2**30
 NO_SPACE = 50 * 2**20
+_TELEMETRY_OFF = ("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK")
 _TRUE = {"1", "true", "yes", "on"}
 
 Reach = Callable[[str], "str | None"]
@@ -85,6 +86,19 @@ def check_folder(named: tuple[str, Path]) -> Finding:
     if free < NO_SPACE:
         return Finding(SECTION, name, str(folder), "broken", words, f"free some space under {present}")
     return Finding(SECTION, name, str(folder), "note" if free < LOW_SPACE else "ok", words)
+
+
+def check_telemetry(environ: Mapping[str, str], kernels: str | None) -> list[Finding]:
+    """kernels 0.17.2 leaves part of its User-Agent empty when telemetry is off, and HTTP clients refuse the header."""
+    if kernels is None or not kernels.startswith("0.17."):
+        return []
+    names = [name for name in _TELEMETRY_OFF if environ.get(name, "").lower() in _TRUE]
+    words = (
+        f"with it, kernels.get_kernel and the kernels command of kernels {kernels} fail with 'Illegal header value'; "
+    )
+    words += "pallas_hub.get_kernel works all the same"
+    mend = "unset it where the kernels library is used directly"
+    return [Finding("variables", name, environ[name], "note", words, mend) for name in names]
 
 
 def check_variables(environ: Mapping[str, str] | None = None) -> list[Finding]:

@@ -19,6 +19,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from dulwich.errors import NotGitRepository
+from dulwich.file import FileLocked
 from dulwich.objects import Commit, ObjectID, Tree
 from dulwich.refs import Ref
 from dulwich.repo import Repo
@@ -138,6 +139,14 @@ class Store:
             except HubError:
                 writing.unlink()
                 raise
+            except FileLocked as error:  # by git itself: a push or a gc in the store directory
+                writing.unlink()
+                raise HubError(
+                    503,
+                    f"{repo_id}: a git process holds {os.fsdecode(error.lockfilename)}. Try again; if no git process "
+                    "is at work there, delete that file.",
+                    headers={"Retry-After": "5"},
+                ) from None
             writing.unlink()
 
     @contextlib.contextmanager

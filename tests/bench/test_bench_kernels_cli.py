@@ -28,6 +28,7 @@ def hub(tmp_path_factory):
 def test_kernels_benchmark_runs_and_verifies_every_workload(hub, name, tmp_path):
     environ = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
     environ.pop("HF_HUB_OFFLINE", None)
+    environ.pop("HF_HUB_DISABLE_TELEMETRY", None)  # with it, kernels 0.17.2 sends a header that is refused
     command = [str(COMMAND), "benchmark", f"pallas-hub/{name}", "--version", "1", "--iterations", "3", "--warmup", "1"]
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "out.json")], capture_output=True, text=True, env=environ, timeout=240

@@ -128,6 +128,14 @@ def test_json_holds_every_row_and_the_machine():
     assert "is above" in wrong["reason"]
 
 
+def test_json_stays_valid_when_a_result_is_nan():
+    result = run_case(a_case(Implementation("nan", lambda: X * math.nan)), seconds=0.01)
+    text = json.dumps(report.to_json(describe_machine(), [result]), allow_nan=False)
+    (row,) = json.loads(text)["cases"][0]["rows"]
+    assert row["check_error"] is None
+    assert row["reason"] == "check failed: result holds NaN"
+
+
 def test_the_path_comes_from_the_bridge():
     @contextmanager
     def record_paths():

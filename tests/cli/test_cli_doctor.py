@@ -256,6 +256,23 @@ def test_variables_that_change_the_path_are_noted():
     assert hub.check_variables({"PALLAS_HUB_INTERPRET": "0"}) == []
 
 
+def test_telemetry_off_breaks_the_kernels_library(monkeypatch):
+    """The claim that the doctor makes, seen in the library itself."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers
+    from kernels.hf_hub import _get_hf_api
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    api = _get_hf_api()
+    headers = build_hf_headers(library_name=api.library_name, user_agent=api.user_agent)
+    assert headers["user-agent"].endswith(" ")  # RFC 9110: a field value has no trailing white space
+    (finding,) = hub.check_telemetry({"DO_NOT_TRACK": "1"}, "0.17.2")
+    assert finding.verdict == "note"
+    assert "Illegal header value" in finding.words
+    assert hub.check_telemetry({"DO_NOT_TRACK": "1"}, "0.18.2") == []
+    assert hub.check_telemetry({"DO_NOT_TRACK": "0"}, "0.17.2") == []
+
+
 def test_a_broken_finding_without_a_mend_is_our_mistake():
     with pytest.raises(AssertionError, match="must come with its mend"):
         Finding("x", "y", "z", "broken", "words")

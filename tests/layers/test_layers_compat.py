@@ -21,8 +21,8 @@ def test_pairs_that_work(transformers, kernels):
         (
             "5.23.0",
             "0.17.2",
-            "transformers 5.23.0 wants kernels >= 0.18.2 and treats kernels 0.17.2 as not installed: its layers are not "
-            "marked, KernelConfig and use_kernels=True do nothing useful. Try: pip install transformers==5.22.2 (which "
+            "transformers 5.23.0 wants kernels >= 0.18.2 and treats kernels 0.17.2 as not installed: its layers are "
+            "not marked, KernelConfig and use_kernels=True do nothing useful. Try: pip install transformers==5.22.2 (which "
             "accepts kernels 0.17.2), or pip install kernels==0.18.2",
         ),
         ("5.24.0.dev0", "0.17.2", "transformers 5.24.0.dev0 wants kernels >= 0.18.2 and treats kernels 0.17.2 as not"),
@@ -45,5 +45,5 @@ def test_what_is_installed_here_works_and_agrees_with_transformers():
 
 
 def test_a_version_must_look_like_one():
-    with pytest.raises(ValueError, match="a version looks like 5.22.2; got 'unknown'"):
+    with pytest.raises(ValueError, match=r"a version looks like 5\.22\.2; got 'unknown'"):
         compat.diagnose("unknown", "0.17.2")

@@ -82,7 +82,8 @@ def test_a_model_built_with_the_name_runs_the_kernel(kernel):
     assert kernel.loads == []  # nothing is downloaded by building a model
     with torch.no_grad():
         torch.testing.assert_close(model(ids()).logits, plain(ids()).logits, rtol=1e-4, atol=1e-5)
-    assert kernel.loads == ["pallas-hub/ragged-dot"] and len(kernel.calls) == 2
+    assert kernel.loads == ["pallas-hub/ragged-dot"]
+    assert len(kernel.calls) == 2
     assert plain.config._experts_implementation == "grouped_mm"
 
 
@@ -114,7 +115,8 @@ def test_the_first_call_may_be_a_compiled_one(kernel):
 def test_kernelize_keeps_a_model_that_has_the_name_already(kernel):
     model = tiny("qwen3_moe", experts_implementation="pallas")
     report = pallas_hub.kernelize(model, kernels=["experts"])
-    assert len(report.swapped) == 2 and model.config._experts_implementation == "pallas"
+    assert len(report.swapped) == 2
+    assert model.config._experts_implementation == "pallas"
     pallas_hub.unkernelize(model)
     assert model.config._experts_implementation == "pallas"
 

@@ -12,7 +12,7 @@ from layers_models import NAMES, ids, tiny
 import pallas_hub
 from pallas_hub.layers import experts, norms
 
-# Experts are added up in another order than Transformers does it: a few units in the last place, twice through 2 layers.
+# Experts are added up in another order than Transformers does it: a few units in the last place, through two layers.
 RTOL = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 

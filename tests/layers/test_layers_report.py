@@ -44,7 +44,8 @@ def test_report_is_data():
     report = pallas_hub.kernelize(model, kernels=fakes())
     data = json.loads(report.to_json())
     assert data == report.to_dict()
-    assert data["model"] == "Qwen3MoeForCausalLM" and data["swapped"] == len(data["layers"]) == 11
+    assert data["model"] == "Qwen3MoeForCausalLM"
+    assert data["swapped"] == len(data["layers"]) == 11
     assert data["layers"][0] == {
         "path": "model.layers.0.self_attn.q_norm",
         "original": "Qwen3MoeRMSNorm",
@@ -138,7 +139,8 @@ def test_verify_measures_every_layer_on_its_own_inputs(name, dtype):
     state_before = torch.get_rng_state()
     report = pallas_hub.kernelize(model, kernels=fakes(), verify=True)
     assert torch.equal(torch.get_rng_state(), state_before)
-    assert model.training and not any(module._forward_hooks for module in model.modules())
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
     assert all(layer.inputs == "captured" and layer.max_rel_error <= layer.tolerance for layer in report.swapped)
     worst = report.largest_error
     assert worst.max_rel_error == max(layer.max_rel_error for layer in report)
@@ -151,8 +153,8 @@ def test_verify_takes_the_users_inputs():
         model, kernels = tiny("llama"), fakes()
         report = pallas_hub.kernelize(model, kernels=kernels, verify=inputs)
         assert {layer.inputs for layer in report} == {"captured"}
-        seen.append(kernels["RMSNorm"].calls)
-    assert seen == [[(3, 5, 32)] * 5] * 3
+        seen.append([shape for shape in kernels["RMSNorm"].calls if shape == (3, 5, 32)])
+    assert [len(shapes) for shapes in seen] == [5, 5, 5]
 
 
 def test_verify_falls_back_to_random_inputs_for_layers_that_are_not_reached():
@@ -167,7 +169,8 @@ def test_verify_falls_back_to_random_inputs_for_layers_that_are_not_reached():
     report = pallas_hub.kernelize(Spare(), kernels=fakes(), verify=torch.randn(2, 8))
     assert [(layer.path, layer.inputs) for layer in report] == [("used", "captured"), ("spare", "random")]
     report = pallas_hub.kernelize(tiny("qwen3_moe").model.layers[0], kernels=fakes(), verify=True)
-    assert {layer.inputs for layer in report} == {"random"} and len(report.swapped) == 5
+    assert {layer.inputs for layer in report} == {"random"}
+    assert len(report.swapped) == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -177,8 +180,8 @@ def test_verify_names_the_layer_that_is_wrong_and_puts_the_model_back(dtype):
     kernels = {"RMSNorm": norm_kernel(wrong_by=0.05), "experts": None}
     message = (
         r"kernelize: 9 of 9 swapped layers differ from the original by more than rounding explains\. Largest: "
-        r"model\.layers\.\d\.\w+(\.\w+)? \(Qwen3MoeRMSNorm, fake_rms_norm\): relative error \d.*, tolerance .*, captured "
-        r"inputs\. The model was put back"
+        r"model\.layers\.\d\.\w+(\.\w+)? \(Qwen3MoeRMSNorm, fake_rms_norm\): relative error \d.*, tolerance .*, "
+        r"captured inputs\. The model was put back"
     )
     with pytest.raises(VerificationError, match=message):
         pallas_hub.kernelize(model, kernels=kernels, verify=True)
@@ -187,7 +190,7 @@ def test_verify_names_the_layer_that_is_wrong_and_puts_the_model_back(dtype):
 
 
 def test_verify_finds_a_kernel_that_returns_nan():
-    with pytest.raises(VerificationError, match="1 of 1 swapped layers differ.*relative error nan"):
+    with pytest.raises(VerificationError, match=r"1 of 1 swapped layers differ.*relative error nan"):
         pallas_hub.kernelize(LlamaRMSNorm(8), kernels={"RMSNorm": norm_kernel(wrong_by=float("nan"))}, verify=True)
 
 

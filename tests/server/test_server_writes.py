@@ -142,6 +142,21 @@ def test_a_lock_that_stays_taken_is_reported(tmp_path: Path) -> None:
     assert failures == [(503, "acme/a is being written to by somebody else for over 0.2 s. Try again.")]
 
 
+def test_a_lock_of_git_itself_is_respected(hub: Hub, api: HfApi, repo: str) -> None:
+    before = head(api, repo)
+    lock = hub.store / f"{repo}.git" / "refs" / "heads" / "v1.lock"
+    lock.touch()
+    status, headers, _ = post_commit(hub.url, repo, "v1", {"a": b"x"})
+    assert (status, headers["X-Error-Message"]) == (
+        503,
+        f"{repo}: a git process holds {lock}. Try again; if no git process is at work there, delete that file.",
+    )
+    assert lock.exists()
+    assert head(api, repo) == before
+    lock.unlink()
+    oid(post_commit(hub.url, repo, "v1", {"a": b"x"}))
+
+
 # Each entry makes the writer kill itself (SIGKILL: no handler, no cleanup) at one point of a commit of three files.
 KILL_POINTS = {
     "before the first object is in place": "at('tmp_obj_', 1)",
@@ -298,6 +313,7 @@ def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path) -> None:
             with pytest.raises(HfHubHTTPError, match=r"has no room left .*nothing was changed, acme/a is as before"):
                 api.create_commit("acme/a", files, commit_message="big", **KERNEL)
             assert head(api, "acme/a", "main") == old
+            assert list(hub.store.rglob("tmp_obj_*")) == []
             assert len(read(hub.url, "acme/a", "a", "main")) == 100_000
         oid(post_commit(hub.url, "acme/a", "main", {"small": b"fits"}))
         assert fsck(hub.store / "acme/a.git") == ""

@@ -80,12 +80,15 @@ def _normalize(
         return _rms_norm(x, x.shape[-1:], None, eps)
     if not float32_scale:
         return _rms_norm(x, weight.shape, None, eps) * weight
-    if zero_centered:
-        weight = 1.0 + weight if weight.dtype is torch.float32 else 1.0 + weight.float()
-    if weight.dtype is x.dtype:
+    if weight.dtype is x.dtype and not zero_centered:
         return _rms_norm(x, weight.shape, weight, eps)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+    if zero_centered and x.dtype is torch.float32:
+        return _rms_norm(x, weight.shape, 1.0 + weight.float(), eps)
+    unit = _rms_norm(x.float(), weight.shape, None, torch.finfo(x.dtype).eps if eps is None else eps)
+    if zero_centered:
+        # unit + unit * weight is one operation less; its error of a float32 ulp is lost when it is rounded.
+        return torch.addcmul(unit, unit, weight.float()).to(x.dtype)
+    return (unit * weight.float()).to(x.dtype)
 
 
 def _torch_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
