@@ -112,12 +112,13 @@ def write_tree(files: dict[str, bytes], place: Path) -> None:
             target.write_bytes(data)
         for path in (temporary, *temporary.rglob("*")):  # not the umask's choice
             os.chmod(path, 0o755 if path.is_dir() else 0o644)
-        _swap(temporary, place)
+        swap(temporary, place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _swap(temporary: Path, place: Path) -> None:
+def swap(temporary: Path, place: Path) -> None:
+    """Rename `temporary` to `place`, removing the folder that was there."""
     if place.is_dir() and not place.is_symlink():
         old = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}.old."))
         os.rename(place, old / "tree")

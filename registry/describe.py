@@ -52,7 +52,7 @@ def describe(kernel: str, *, version: int | None = None, sources: Sources = OUR_
         found.description, found.recorded = manifest.description, manifest.versions
     try:
         hub.require_kernels()
-        found.endpoint = hub.endpoint()
+        found.endpoint = "the cache" if hub.is_offline() else hub.endpoint()
         _ask_hub(found, version)
     except PallasHubError as error:
         if manifest is None:

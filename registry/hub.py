@@ -26,6 +26,9 @@ from pallas_hub.registry.errors import (
 # Internals of the library are used (resolvers, dependency tree), so each minor version is tried before it is allowed.
 SUPPORTED_KERNELS = ">=0.17.2,<0.18"
 
+# httpx errors about a request that could not even be sent: a wrong HF_ENDPOINT, not a Hub that is down.
+_UNSENDABLE = ("LocalProtocolError", "UnsupportedProtocol", "InvalidURL")
+
 _VERSION = re.compile(r"v(\d+)")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SAFE_REF = re.compile(r"[A-Za-z0-9_][\w-]*(\.[\w-]+)*(/[A-Za-z0-9_][\w-]*(\.[\w-]+)*)*")
@@ -47,6 +50,15 @@ def require_kernels() -> None:
         raise KernelsLibraryError(
             f"kernels {version} is installed; pallas_hub works with kernels{SUPPORTED_KERNELS}. {mend}"
         )
+    try:
+        import kernels.deps
+        import kernels.load
+        import kernels.resolver  # noqa: F401
+    except Exception as error:
+        raise KernelsLibraryError(
+            f"kernels {version} is installed but cannot be used ({type(error).__name__}: {error}); pallas_hub works "
+            f"with kernels{SUPPORTED_KERNELS}, and no other module may be called 'kernels'. {mend}"
+        ) from error
 
 
 def is_offline() -> bool:
@@ -64,8 +76,8 @@ def endpoint() -> str:
 def unreachable(error: BaseException | None) -> bool:
     """True if `error` means that the Hub did not answer, as opposed to answering no."""
     while error is not None:
-        if type(error).__name__ in ("LocalProtocolError", "UnsupportedProtocol"):
-            return False  # a request that could not even be sent: our side's fault, or a wrong HF_ENDPOINT
+        if type(error).__name__ in _UNSENDABLE:
+            return False
         if isinstance(error, ConnectionError | TimeoutError):
             return True
         if any(kind.__name__ == "TransportError" for kind in type(error).__mro__):  # httpx's family of network errors
@@ -178,6 +190,10 @@ def plain_errors(repo_id: str) -> Generator[None]:
             mend = "Free some space, or point HF_HUB_CACHE elsewhere."
             raise LoadError(
                 f"{repo_id}: no room left in {cache_folder(repo_id)}; nothing was loaded. {mend}"
+            ) from error
+        if type(error).__name__ in _UNSENDABLE:
+            raise LoadError(
+                f"{repo_id}: cannot ask {endpoint()}: {error}. HF_ENDPOINT must be a URL, with http(s)://."
             ) from error
         if isinstance(error, HfHubHTTPError):
             raise LoadError(f"{repo_id}: {endpoint()} refused: {str(error).splitlines()[0]}") from error

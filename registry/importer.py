@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import logging
+import os
 import sys
 import threading
 from dataclasses import dataclass
@@ -22,6 +23,15 @@ logger = logging.getLogger("pallas_hub.registry")
 
 # One load at a time: two threads running the same kernel's code would register its torch ops twice.
 load_lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global load_lock
+    load_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that another thread of its parent held
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from pallas_hub.registry import hub, importer
 from pallas_hub.registry.errors import (
@@ -70,31 +69,45 @@ def get_kernel(
     return module
 
 
-def has_kernel(repo_id: str, **where: Any) -> bool:
+def has_kernel(
+    repo_id: str,
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    sources: Sources = OUR_SOURCES,
+) -> bool:
     """True if `get_kernel(repo_id, ...)` would find a build for this machine. Nothing is loaded, trust is not asked.
 
     Raises   HubUnavailable: the Hub cannot be reached and nothing local can answer.
     """
     request = Request(
         repo_id=check_repo_id(repo_id),
-        version=_check_version(where.get("version"), where.get("revision")),
-        revision=where.get("revision"),
-        backend=where.get("backend"),
+        version=_check_version(version, revision),
+        revision=revision,
+        backend=backend,
         trust=Trust(everything=True),
-        sources=where.get("sources", OUR_SOURCES),
+        sources=sources,
     )
+    away = None
     try:
         hub.require_kernels()
-        resolve(request, from_cache=hub.is_offline())
+        for from_cache in (True,) if hub.is_offline() else (False, True):
+            try:
+                resolve(request, from_cache=from_cache)
+                return True
+            except HubUnavailable as error:
+                away = error
+    except (UnknownVersion, NoMatchingVariant) as error:
+        if isinstance(error, NoMatchingVariant) or not (away or hub.is_offline()):
+            return False
+    except (UnknownKernel, KernelsLibraryError):
+        pass
+    if _bundled(request) is not None:
         return True
-    except (UnknownVersion, NoMatchingVariant):
-        return hub.is_offline() and _bundled(request) is not None
-    except (UnknownKernel, HubUnavailable, KernelsLibraryError) as error:
-        if _bundled(request) is not None:
-            return True
-        if isinstance(error, HubUnavailable):
-            raise
-        return False
+    if away is not None:
+        raise away
+    return False
 
 
 def list_kernels(sources: Sources = OUR_SOURCES) -> list[Manifest]:

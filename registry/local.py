@@ -6,14 +6,16 @@ by a temporary folder.
 """
 
 import atexit
+import os
 import shutil
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 from types import ModuleType
 
 from pallas_hub.registry import importer
-from pallas_hub.registry.build import check, kernel_id, variant_metadata, write_tree
+from pallas_hub.registry.build import check, kernel_id, swap, variant_metadata, write_tree
 from pallas_hub.registry.digests import hash_files, tree_digest, verify_variant
 from pallas_hub.registry.errors import DigestMismatch, NoMatchingVariant
 from pallas_hub.registry.importer import LoadedFrom
@@ -113,12 +115,24 @@ def _write(source: KernelSource, place: Path) -> Path:
         for path, data in {**source.files, "metadata.json": metadata}.items():
             files[f"build/{variant}/{path}"] = data
     try:
-        write_tree(files, place)
+        _put(source, files, place)
     except OSError:
-        if _intact(source, place):  # another process built it at the same moment
-            return place
         folder = Path(tempfile.mkdtemp(prefix="pallas-hub-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         _temporary_folders[place.name] = place = folder / place.name
         write_tree(files, place)
     return place
+
+
+def _put(source: KernelSource, files: dict[str, bytes], place: Path) -> None:
+    """Make `place` hold `files`, without moving an intact build away from under a process that imports from it."""
+    fresh = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+    try:
+        write_tree(files, fresh)
+        try:
+            os.rename(fresh, place)
+        except OSError:
+            if not _intact(source, place):  # it is there and damaged; else another process was faster
+                swap(fresh, place)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)

@@ -51,14 +51,16 @@ def resolve(request: Request, *, from_cache: bool) -> tuple[Any, Any, Resolver, 
     from kernels.deps import resolve_kernel_tree
 
     api = hub.client(request.user_agent)
+    resolver = Resolver(request.trust, request.sources, from_cache=from_cache)
     with hub.plain_errors(request.repo_id):
         if request.lockfile is not None:
-            locks, kernel = _read_lock(request, request.lockfile)
+            resolver.locks, kernel = _read_lock(request, request.lockfile)
         else:
             if request.version is None and request.revision is None:
-                request = replace(request, version=_newest(request.repo_id, from_cache))
-            locks, kernel = None, _dependency(request)
-        resolver = Resolver(request.trust, request.sources, from_cache=from_cache, locks=locks)
+                version, commit = _newest(request.repo_id, from_cache)
+                resolver.known[request.repo_id, version] = commit
+                request = replace(request, version=version)
+            kernel = _dependency(request)
         tree = resolve_kernel_tree(api=api, kernel=kernel, backend=request.backend, resolver=resolver)
     return api, tree, resolver, request
 
@@ -151,10 +153,11 @@ def _import_node(node: Any, resolver: Resolver, from_cache: bool) -> None:
     importer.record(module_id, origin)
 
 
-def _newest(repo_id: str, from_cache: bool) -> int:
+def _newest(repo_id: str, from_cache: bool) -> tuple[int, str]:
+    """(version, commit) of the newest version."""
     known = hub.versions(repo_id, from_cache=from_cache)
     if known:
-        return max(known)
+        return max(known.items())
     if from_cache:
         raise UnknownKernel(f"{repo_id} is not in the cache {hub.cache_folder(repo_id)}.")
     raise UnknownVersion(f"{repo_id} exists on {hub.endpoint()} but has no version branch (v1, v2, ...).")

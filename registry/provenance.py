@@ -15,10 +15,16 @@ def provenance(source: KernelSource) -> dict:
     entry: dict = {"kernel-builder": {"version": BUILDER_FORMAT}}
     paths = [str(source.folder.resolve()), str(source.bridge.resolve())]
     commit = _git(source.folder, "log", "-1", "--format=%H", "--", *paths)
-    if commit:
+    shallow = _git(source.folder, "rev-parse", "--is-shallow-repository") == "true"  # its last commit may be another
+    if commit and not shallow:
         dirty = _git(source.folder, "status", "--porcelain", "--", *paths)
         entry["kernel"] = {"commit": commit, "dirty": bool(dirty)}
     return entry
+
+
+def is_dirty(source: KernelSource) -> bool:
+    """True if the sources differ from their last commit."""
+    return provenance(source).get("kernel", {}).get("dirty", False)
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 from pallas_hub.registry import hub
 from pallas_hub.registry.api import Api, changes, read_api
 from pallas_hub.registry.build import repo_files
-from pallas_hub.registry.errors import ApiChanged, PublishError
+from pallas_hub.registry.errors import ApiChanged, ManifestError, PublishError
 from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
+from pallas_hub.registry.provenance import is_dirty
 from pallas_hub.registry.record import check_recorded, freeze
 from pallas_hub.registry.source import read_source
 from pallas_hub.registry.static_check import parse_files
@@ -75,6 +76,12 @@ def publish(
     repo_id = check_repo_id(f"{org}/{name}" if org else source.repo_id)
     client = HfApi(endpoint=endpoint, token=token)
     done = Published(repo_id, source.version, client.endpoint, f"v{source.version}", dry_run)
+    public = release if release is not None else not _is_loopback(client.endpoint)
+    if public and is_dirty(source):
+        raise PublishError(
+            f"{name}: its sources have changes that are not committed, so no commit could tell users what they run. "
+            "Commit them and publish again."
+        )
     with _words(repo_id, client.endpoint):
         branches = _branches(client, repo_id)
         _compare(client, done, files, branches)
@@ -87,9 +94,19 @@ def publish(
             client.create_repo(repo_id, repo_type="kernel", private=private, exist_ok=True)
             branches = _branches(client, repo_id)
         _push(client, done, files, branches)
-    if release if release is not None else not _is_loopback(client.endpoint):
-        done.released = freeze(name, source.version, digests, sources)
+    if public:
+        done.released = _freeze(done, name, digests, sources)
     return done
+
+
+def _freeze(done: Published, name: str, digests: dict[str, str], sources: Sources) -> bool:
+    try:
+        return freeze(name, done.version, digests, sources)
+    except OSError as error:
+        raise ManifestError(
+            f"{name}: published, but its manifest in {sources.manifests} cannot be written ({error}). "
+            "Publish again from a checkout, which pushes nothing and marks the build as released."
+        ) from error
 
 
 def _branches(client: Any, repo_id: str) -> dict[str, str]:

@@ -13,8 +13,11 @@ from pallas_hub.registry.source import KernelSource, read_source
 __all__ = ["check_api", "check_recorded", "freeze", "read_api", "record"]
 
 
-def check_api(source: KernelSource, sources: Sources = OUR_SOURCES) -> Manifest | None:
-    """Raise ApiChanged if a use of the recorded API of this version would break. Returns the manifest, if any."""
+def check_api(source: KernelSource, sources: Sources = OUR_SOURCES, *, recording: bool = False) -> Manifest | None:
+    """Raise ApiChanged if a use of the recorded API of this version would break. Returns the manifest, if any.
+
+    recording   about to record: then a version that was never released may still change
+    """
     api = check(source)
     manifest = read_manifest(source.name, sources)
     recorded = manifest.versions.get(source.version) if manifest else None
@@ -22,12 +25,19 @@ def check_api(source: KernelSource, sources: Sources = OUR_SOURCES) -> Manifest 
         return manifest
     lost = changes(recorded.api, api)
     lost += [f"variant {variant} is gone" for variant in recorded.variants if variant not in source.variants]
-    if lost:
+    released = any(build.released for build in recorded.builds)
+    if lost and (released or not recording):
         following = (manifest.newest or source.version) + 1
+        what = f"{source.name}: the public API of version {source.version} changed: {'; '.join(lost)}."
+        run = f"pallas-hub build {source.name} --record"
+        bump = f"set version = {following} in {source.folder / 'build.toml'} and run: {run}"
+        if released:
+            raise ApiChanged(
+                f"{what} A released version keeps what it once had (adding is fine). Restore it, or {bump}"
+            )
         raise ApiChanged(
-            f"{source.name}: the public API of version {source.version} changed: {'; '.join(lost)}. A "
-            f"version keeps what it once had (adding is fine). Restore it, or set version = {following} in "
-            f"{source.folder / 'build.toml'} and run: pallas-hub build {source.name} --record"
+            f"{what} Restore it, or {bump} (the same command without a new version accepts the change, since version "
+            f"{source.version} was never released)."
         )
     return manifest
 
@@ -60,11 +70,11 @@ def check_recorded(name: str, sources: Sources = OUR_SOURCES) -> None:
 def record(name: str, sources: Sources = OUR_SOURCES) -> Manifest:
     """Write the API and digests of the current build into hub_manifests/<name>.toml.
 
-    A compatible API replaces the recorded one; an incompatible one raises ApiChanged. The build that was recorded last
-    is replaced unless it was released; released builds stay.
+    The API of a released version may only grow, else ApiChanged. The build that was recorded last is replaced unless it
+    was released; released builds stay.
     """
     source = read_source(name, sources)
-    manifest = check_api(source, sources) or Manifest(name, source.repo_id, source.license)
+    manifest = check_api(source, sources, recording=True) or Manifest(name, source.repo_id, source.license)
     manifest.repo_id, manifest.license = source.repo_id, source.license
     manifest.upstream = source.upstream or ""
     api, digests = check(source), variant_digests(source)

@@ -22,6 +22,7 @@ class Resolver:
     locks: Any = None  # kernels._rust.KernelLocks
     reasons: dict[Path | tuple[str, str], str] = field(default_factory=dict)
     refs: dict[tuple[str, str], str] = field(default_factory=dict)
+    known: dict[tuple[str, int | None], str] = field(default_factory=dict)  # commits that were looked up already
 
     def resolve(self, *, api: Any, backend: str | None, kernel: Any) -> Any:
         from kernels._rust import KernelVersion
@@ -39,7 +40,9 @@ class Resolver:
         if self.locks is not None:
             commit = hub.locked_commit(self.locks, kernel)
         else:
-            commit = hub.find_commit(api, kernel.repo_id, version, revision, from_cache=self.from_cache)
+            commit = self.known.get((kernel.repo_id, version)) or hub.find_commit(
+                api, kernel.repo_id, version, revision, from_cache=self.from_cache
+            )
         if version is not None and self.locks is None:
             self.refs[kernel.repo_id, commit] = f"v{version}"
         elif revision is not None and revision != commit:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pallas_hub.registry import fetch, hub
 from pallas_hub.registry.digests import hash_variant, promised, read_metadata, tree_digest, verify_variant
-from pallas_hub.registry.errors import DigestMismatch, SourceError, UnknownKernel
+from pallas_hub.registry.errors import DigestMismatch, HubUnavailable, NotTrusted, SourceError, UnknownKernel
 from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
 from pallas_hub.registry.trust import Trust, reason_to_trust
 
@@ -53,6 +53,8 @@ def download(repo_id: str, *, version: int | None = None, revision: str | None =
     api = hub.client()
     check_repo_id(repo_id)
     offline = hub.is_offline()
+    if force and offline:
+        raise HubUnavailable(f"{repo_id}: HF_HUB_OFFLINE=1, so nothing can be fetched again. Unset it first.")
     with hub.plain_errors(repo_id):
         if version is None and revision is None:
             known = hub.versions(repo_id, from_cache=offline)
@@ -60,14 +62,14 @@ def download(repo_id: str, *, version: int | None = None, revision: str | None =
                 raise UnknownKernel(f"{repo_id}: no version on {hub.endpoint()}{' (offline: in the cache)' * offline}.")
             version = max(known)
         commit = hub.find_commit(api, repo_id, version, revision, from_cache=offline)
-        if force and not offline:
+        if force:
             fetch.discard_snapshot(repo_id, commit)
         folder = api.snapshot_download(
             repo_id,
             repo_type="kernel",
             revision=commit,
             cache_dir=CACHE_DIR,
-            force_download=force and not offline,
+            force_download=force,
         )
     fetch.write_ref(repo_id, f"v{version}" if version is not None else str(revision), commit)
     return Path(folder)
@@ -100,8 +102,6 @@ def _verify_one(variant: Path, sources: Sources) -> VariantReport:
 
 
 def _is_released(metadata: dict, sources: Sources) -> bool:
-    from pallas_hub.registry.errors import NotTrusted
-
     try:
         reason_to_trust("this/build", metadata, Trust(), sources)
     except NotTrusted:

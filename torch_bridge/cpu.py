@@ -6,18 +6,13 @@ vary; `CpuRunner.traces` counts. On CPU nothing is padded to buckets: a trace co
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from .exchange import fresh, to_numpy, to_torch
 from .lazy import import_jax
 from .schema import Schema
-from .state import jax_has_started, state
-
-log = logging.getLogger(__name__)
+from .state import state
 
 
 class CpuRunner:
@@ -48,7 +43,6 @@ class CpuRunner:
 
     def _jit(self, attributes: tuple, interpret: Any) -> Callable:
         jax, fn = import_jax(self.op), self.load()
-        _leave_the_tpu_to_torch(jax)
         keywords = dict(zip((a.name for a in self.schema.attributes), attributes, strict=True))
         if interpret is not None:
             keywords["interpret"] = interpret
@@ -63,16 +57,6 @@ class CpuRunner:
         # A user's JAX may prefer an accelerator; these tensors are on the CPU and stay there.
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         return jax.jit(traced, in_shardings=cpu, out_shardings=cpu)
-
-
-def _leave_the_tpu_to_torch(jax: Any) -> None:
-    """Where torch_tpu owns the TPU, JAX only traces for it and computes on the CPU.
-
-    A chip can be opened once, and JAX, unless told otherwise, would open it to look for devices.
-    """
-    if hasattr(torch, "tpu") and not jax.config.jax_platforms and not jax_has_started():
-        log.info('torch_tpu is loaded: JAX is set to jax_platforms="cpu" (set JAX_PLATFORMS to choose otherwise)')
-        jax.config.update("jax_platforms", "cpu")
 
 
 def run(fn: Callable, arrays: Sequence, keywords: dict, schema: Schema, op: str) -> list:

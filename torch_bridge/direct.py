@@ -28,7 +28,7 @@ def plain_call(schema: Schema) -> Callable[[tuple], bool]:
     is_dynamo_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
     functorch_is_active = torch._C._are_functorch_transforms_active
     dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-    profiler_is_on, tracing_state = torch._C._autograd._profiler_enabled, torch._C._get_tracing_state
+    profiler_is_on, tracing_state = torch.autograd._profiler_enabled, torch._C._get_tracing_state
 
     def is_plain(args: tuple) -> bool:
         if (

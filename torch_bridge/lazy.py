@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
+
+import torch
+
+from .state import jax_has_started
+
+log = logging.getLogger(__name__)
 
 
 class Lazy:
@@ -41,15 +48,31 @@ def load(function: Callable | Lazy, op: str) -> Callable:
     try:
         return function.load()
     except ImportError as error:
-        raise missing_jax(op, error) if is_jax(error) else error from error
+        if is_jax(error):
+            raise missing_jax(op, error) from error
+        raise
 
 
 def import_jax(op: str) -> Any:
+    """JAX, as the bridge uses it in every path."""
     try:
         import jax
     except ImportError as error:
-        raise missing_jax(op, error) if is_jax(error) else error from error
+        if is_jax(error):
+            raise missing_jax(op, error) from error
+        raise
+    _leave_the_tpu_to_torch(jax)
     return jax
+
+
+def _leave_the_tpu_to_torch(jax: Any) -> None:
+    """Where torch_tpu owns the TPU, JAX only traces for it and computes on the CPU.
+
+    A chip can be opened once, and JAX, unless told otherwise, would open it to look for devices.
+    """
+    if hasattr(torch, "tpu") and not jax.config.jax_platforms and not jax_has_started():
+        log.info('torch_tpu is loaded: JAX is set to jax_platforms="cpu" (set JAX_PLATFORMS to choose otherwise)')
+        jax.config.update("jax_platforms", "cpu")
 
 
 def is_jax(error: ImportError) -> bool:

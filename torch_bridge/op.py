@@ -38,7 +38,8 @@ def jax_op(
     torch_fn    the same in torch, for cpu and cuda
     shape_fn    a JAX function that traces with symbolic sizes, if `fn` does not: the reference
     vjp         JAX function (*inputs, *output_grads, **attributes) -> gradient of each tensor input
-                (None for one that has none); becomes the op <name>_backward
+                (None for one that has none); becomes the op <name>_backward. It takes `interpret` if it is a
+                Pallas kernel; such a one has no torch path, so an op with torch_fn rather calls set_backward
     signature   function whose annotations give the schema; default torch_fn, then fn
     """
     declared = signature or torch_fn or fn
@@ -65,8 +66,10 @@ class JaxOp:
         shape_fn: Callable | Lazy | None = None,
     ):
         self.name, self.schema = name, schema
-        self.fn, self.torch_fn = fn, torch_fn
+        self.fn: Callable | Lazy = fn
+        self.torch_fn: Any = torch_fn
         self.rule: autograd.Rule | None = None
+        self.backward_op: JaxOp | None = None  # the op made of `vjp`
         self.namespace = _claim(namespace, name)
         self.qualname = f"{self.namespace}::{name}"
         self.__doc__ = inspect.getdoc(torch_fn or fn)
@@ -186,7 +189,9 @@ class JaxOp:
         return tuple(results) if self.schema.returns_tuple else results[0]
 
     def _batched(self, info: Any, in_dims: tuple, *args: Any) -> Any:
-        return self._vmap(info, in_dims, *args) if self._vmap else vmap.loop(self, info, in_dims, *args)
+        if self._vmap is not None:
+            return self._vmap(info, in_dims, *args)
+        return vmap.loop(self, info, in_dims, *args)
 
     def _one_device(self, tensors: tuple) -> str:
         for tensor in tensors:
@@ -216,10 +221,14 @@ def _hashable(attributes: tuple) -> tuple:
 
 
 def _row_major(result: Any, inputs: tuple) -> Any:
-    """Keep the promise of the fake for a torch path: row-major, and no memory of an input."""
-    if isinstance(result, tuple | list):
-        return tuple(_row_major(r, inputs) for r in result)
-    for tensor in inputs:
-        if tensor is not None and torch._C._is_alias_of(result, tensor):
-            return result.clone(memory_format=torch.contiguous_format)
-    return result.contiguous()
+    """Keep the promises of the fake for a torch path: row-major, and no memory of an input or another output."""
+    if not isinstance(result, tuple | list):
+        return _row_major((result,), inputs)[0]
+    taken = [tensor for tensor in inputs if tensor is not None]
+    outputs = []
+    for tensor in result:
+        if any(torch._C._is_alias_of(tensor, other) for other in taken):  # type: ignore[attr-defined]
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        taken.append(tensor)
+        outputs.append(tensor.contiguous())
+    return tuple(outputs)

@@ -14,7 +14,7 @@ from one path to another behind the user's back.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ PATHS = ("auto", "pallas", "torch", "interpret", "jax")
 
 
 @contextmanager
-def use_path(path: str, *, interpret: Any = True) -> Iterator[None]:
+def use_path(path: str, *, interpret: Any = True) -> Generator[None]:
     """Take `path` for every kernel in this thread or task, and for the backward of what runs inside.
 
     interpret   what "interpret" hands to pallas_call: True, or a pltpu.InterpretParams
@@ -37,7 +37,7 @@ def use_path(path: str, *, interpret: Any = True) -> Iterator[None]:
 
 
 @contextmanager
-def record_paths() -> Iterator[list[tuple[str, str]]]:
+def record_paths() -> Generator[list[tuple[str, str]]]:
     """Collect (op, path) of every kernel call that really ran, in whatever thread, backward included."""
     ran: list[tuple[str, str]] = []
     state.recorders.append(ran)
@@ -114,7 +114,7 @@ def requested_by_context() -> Any:
 
 
 @contextmanager
-def under(forced: Any) -> Iterator[None]:
+def under(forced: Any) -> Generator[None]:
     """Run a backward as its forward was: forced if that was forced, else as asked for right now."""
     if forced is None:
         yield

@@ -6,6 +6,7 @@ dimension variables d0, d1, ... under the same bounds and the expressions are re
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -96,7 +97,7 @@ def _with_guards(trace, sizes: Sizes, dtypes, attributes, known: dict, op: str, 
     values = sizes.torch_values()
     equal = _needed_equalities(trace, sizes, dtypes, attributes, [v.node.hint for v in values.values()])
     # Each == below becomes a guard of the graph, after which torch knows the two sizes to be one.
-    if equal and all(values[f"d{i}"] == values.get(other, other) for i, other in equal.items()):
+    if equal and all(values[f"d{i}"] == _value(other, values) for i, other in equal.items()):
         return infer(trace, sizes.shapes, dtypes, attributes, known, op)
     if any(value.node.hint is None for value in values.values()):
         raise RuntimeError(
@@ -161,10 +162,7 @@ def _rebuilt(expression: Any, leaves: dict, text: bool = False) -> Any:
     parts = [_rebuilt(part, leaves, text) for part in expression.args]
     if text:
         return f"{type(expression).__name__}({', '.join(map(str, parts))})"
-    result = parts[0]
-    for part in parts[1:]:
-        result = _operation(expression)(result, part)
-    return result
+    return functools.reduce(_operation(expression), parts)  # type: ignore[arg-type]
 
 
 def _operation(expression: Any) -> Callable | None:

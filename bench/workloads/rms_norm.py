@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +17,29 @@ EPS = 1e-6
 DTYPES = ("bfloat16", "float32")
 TOKENS = (1, 64, 2048)
 
-DEFAULT_WORKLOAD = "llama"
+DEFAULT_WORKLOAD = "mixed"
 
-# Tokens -> width of a row. Other numbers of tokens take the largest width.
+# Tokens -> width of a row. Numbers of tokens that are not listed take the largest width.
 _WIDTHS = {
-    "llama": {1: 2048, 64: 4096, 2048: 4096},
+    "mixed": {1: 2048, 64: 4096, 2048: 4096},
     "small": {1: 64, 64: 128, 2048: 128},
 }
 
 
 def workloads(kernel: Any) -> dict[str, dict[int, int]]:
-    return _WIDTHS
+    """A mix of sizes, a small one to try the benchmark with, and the models in the kernel's own cases.py.
+
+    Models that take another order of rounding (Gemma) are left out: not every rival here can do it.
+    """
+    try:
+        listed = importlib.import_module(f"{kernel.__name__}.cases").MODEL_CASES
+    except (ImportError, AttributeError):
+        listed = ()
+    widths = {name: dict(sizes) for name, sizes in _WIDTHS.items()}
+    for case in listed:
+        if not (case.zero_centered or case.float32_scale or case.residual):
+            widths.setdefault(case.name.removesuffix(f"-{case.m}"), {})[case.m] = case.n
+    return widths
 
 
 def cases(
@@ -125,8 +138,6 @@ def _compiled(kernel: Any, x: Any, weight: Any) -> tuple[Callable[[], Any], str]
 
 def _jitted_jax(kernel: Any, x: Any, weight: Any) -> tuple[Callable[[], Any], str]:
     """The kernel's own reference (plain jax.numpy), jitted, on arrays that JAX owns."""
-    import importlib
-
     try:
         import jax
     except ImportError as error:

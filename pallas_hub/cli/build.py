@@ -4,9 +4,9 @@ import argparse
 import json
 
 from pallas_hub.registry.build import build
-from pallas_hub.registry.errors import SourceError
+from pallas_hub.registry.errors import ManifestError, PallasHubError, SourceError
 from pallas_hub.registry.paths import OUR_SOURCES
-from pallas_hub.registry.record import check_api, check_recorded, record
+from pallas_hub.registry.record import check_recorded, record
 from pallas_hub.registry.source import read_source
 
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise SourceError(f"name a kernel to build. Kernels here: {', '.join(OUR_SOURCES.names()) or 'none'}.")
     if args.out and len(names) > 1:
         raise SourceError(f"--out takes one kernel at a time; got {', '.join(names)}.")
-    rows = [_one(name, args) for name in names]
+    rows = _check(names) if args.check else [_one(name, args) for name in names]
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
@@ -50,16 +50,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(names: list[str]) -> list[dict]:
+    """Check every kernel before reporting, so that one run shows everything that has to be mended."""
+    rows, faults = [], []
+    for name in names:
+        try:
+            check_recorded(name)
+            rows.append({"name": name, "version": read_source(name).version, "done": "as recorded in hub_manifests"})
+        except PallasHubError as error:
+            faults.append(error)
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        raise ManifestError(f"{len(faults)} kernels need attention:\n" + "\n".join(str(fault) for fault in faults))
+    return rows
+
+
 def _one(name: str, args: argparse.Namespace) -> dict:
-    if args.check:
-        check_recorded(name)
-        return {"name": name, "version": read_source(name).version, "done": "as recorded in hub_manifests"}
     if args.record:
         manifest = record(name)
         version = read_source(name).version
         digests = manifest.versions[version].builds[-1].digests
         return {"name": name, "version": version, "done": "recorded in hub_manifests", "digests": digests}
-    check_api(read_source(name))
     built = build(name, args.out or f"dist/kernels/{name}")
     return {
         "name": name,

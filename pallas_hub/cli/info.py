@@ -39,6 +39,6 @@ def _text(found: Description) -> str:
         lines.append(f"Hub: {found.hub_error}")
     else:
         held = ", ".join(f"v{number} ({commit[:12]})" for number, commit in found.hub_versions.items()) or "no versions"
-        lines.append(f"On {found.endpoint}: {held}")
+        lines.append(f"{'In' if found.endpoint == 'the cache' else 'On'} {found.endpoint}: {held}")
         lines += [f"  {variant:<12} {verdict}" for variant, verdict in found.variants.items()]
     return "\n".join(lines)

@@ -36,12 +36,18 @@ PACKAGES = (
     Package("torch", "2.13", "2.13.0", "everything", required=True, below="2.15"),
     Package("huggingface_hub", "2.4", "2.4.0", "downloading and publishing", required=True, below="3"),
     Package("kernels", "0.17.2", "0.17.2", "loading kernels from a Hub", required=True, below="0.18"),
+    Package("numpy", "2", "2.4", "exchange of arrays", required=True),
     Package("jax", "0.10.2", "0.10.2", "the Pallas kernels: on TPU, interpreted, compiled", below="0.13"),
     Package("jaxlib", "0.10.2", "0.10.2", "the Pallas kernels: on TPU, interpreted, compiled", below="0.13"),
     Package("libtpu", "0.0.52", "0.0.52", "compiling for TPUs, with or without one"),
     Package("torch_tpu", "0.2", "0.2.0", "torch tensors on a TPU", below="0.3"),
     Package("transformers", "5.20", "5.22.2", "kernelize on Transformers models"),
     Package("diffusers", "0.36", "0.36", "kernelize on Diffusers models"),
+    Package("starlette", "1", "1.10", "pallas-hub serve and demo", below="2"),
+    Package("uvicorn", "0.50", "0.54", "pallas-hub serve and demo"),
+    Package("dulwich", "1.2", "1.2", "pallas-hub serve and demo", below="2"),
+    Package("matplotlib", "3.10", "3.11", "pallas-hub bench --plot"),
+    Package("tabulate", "0.9", "0.10", "the kernels benchmark command"),
     Package("tokamax", "0.0.12", "0.0.12", "a rival in the TPU compile reports"),
 )
 

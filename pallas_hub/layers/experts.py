@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +23,12 @@ LAYER = "experts_forward"
 _PROBED: dict[tuple, str | None] = {}
 
 
-def is_experts(module: nn.Module) -> bool:
+def is_experts(module: Any) -> bool:
     """True for modules whose class Transformers' experts decorator has prepared."""
     return _table_of(type(module)) is not None and hasattr(module, "config") and hasattr(module, "is_transposed")
 
 
-def recognise(module: nn.Module) -> str | None:
+def recognise(module: Any) -> str | None:
     """Why the kernel may not stand in for these experts, or None if it may."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -46,12 +47,12 @@ def recognise(module: nn.Module) -> str | None:
     return None
 
 
-def _weight_names(module: nn.Module) -> list[str]:
+def _weight_names(module: Any) -> list[str]:
     names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
     return names + [f"{name}_bias" for name in names] if module.has_bias else names
 
 
-def _unfit_weight(module: nn.Module, name: str) -> str | None:
+def _unfit_weight(module: Any, name: str) -> str | None:
     weight = module._parameters.get(name)
     if weight is None:
         held = getattr(module, name, None)
@@ -68,7 +69,7 @@ def _unfit_weight(module: nn.Module, name: str) -> str | None:
     return None
 
 
-def _table_of(cls: type) -> object | None:
+def _table_of(cls: Any) -> object | None:
     """The table of functions that the decorated forward of the class looks into."""
     forward = cls.forward
     if not hasattr(forward, "__wrapped__") or forward.__closure__ is None:
@@ -77,7 +78,7 @@ def _table_of(cls: type) -> object | None:
     return cells["experts_interface"].cell_contents if "experts_interface" in cells else None
 
 
-def original_forward(module: nn.Module, implementation: str | None) -> Callable:
+def original_forward(module: Any, implementation: str | None) -> Callable:
     """The function that Transformers runs under the setting `implementation`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -85,7 +86,7 @@ def original_forward(module: nn.Module, implementation: str | None) -> Callable:
     return eager if implementation in (None, "eager") else ALL_EXPERTS_FUNCTIONS.get_interface(implementation, eager)
 
 
-def example_inputs(module: nn.Module, tokens: int, device: object = None) -> tuple[torch.Tensor, ...]:
+def example_inputs(module: Any, tokens: int, device: Any = None) -> tuple[torch.Tensor, ...]:
     """Random hidden states and a routing for them, of the layer's own sizes and dtype."""
     weight = module._parameters["down_proj"]
     experts, rows, columns = weight.shape
@@ -104,7 +105,7 @@ def example_inputs(module: nn.Module, tokens: int, device: object = None) -> tup
     )
 
 
-def tolerance(module: nn.Module) -> float:
+def tolerance(module: Any) -> float:
     """Of the largest difference over the largest value.
 
     Three roundings to the weights' dtype on the way (both projections and the weighting), seen at the largest of many
@@ -115,7 +116,7 @@ def tolerance(module: nn.Module) -> float:
     return 8 * torch.finfo(weight.dtype).eps + 4 * torch.finfo(torch.float32).eps * longest**0.5
 
 
-def probe(module: nn.Module, kernel: Kernel) -> str | None:
+def probe(module: Any, kernel: Kernel) -> str | None:
     """Run kernel and original on the CPU on four experts of the layer; None, or in what they differ.
 
     Once per class and setting: it guards against experts that compute something else under the usual names, such as
@@ -127,13 +128,13 @@ def probe(module: nn.Module, kernel: Kernel) -> str | None:
     return _PROBED[key]
 
 
-def _flags(module: nn.Module) -> tuple:
+def _flags(module: Any) -> tuple:
     names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
     weight = module._parameters["down_proj"]
     return (*(getattr(module, name, None) for name in names), weight.dtype, tuple(weight.shape[1:]))
 
 
-def _few_experts(module: nn.Module) -> nn.Module:
+def _few_experts(module: Any) -> Any:
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     few = min(4, module._parameters["down_proj"].shape[0])
@@ -150,7 +151,7 @@ def _few_experts(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _difference(twin: nn.Module, kernel: Kernel) -> str | None:
+def _difference(twin: Any, kernel: Kernel) -> str | None:
     inputs = example_inputs(twin, tokens=5)
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -167,7 +168,7 @@ def _difference(twin: nn.Module, kernel: Kernel) -> str | None:
     return None
 
 
-def switch(model: nn.Module, chosen: list[nn.Module], others: list[nn.Module], kernel: Kernel, name: str) -> None:
+def switch(model: nn.Module, chosen: list[Any], others: list[nn.Module], kernel: Kernel, name: str) -> None:
     """Let the experts in `chosen` run the implementation `name`; those in `others` keep what they have."""
     copies: dict[int, object] = {}  # id of a config -> its copy, shared by deepcopy for configs within configs
     for experts in chosen:
@@ -188,10 +189,10 @@ def switch(model: nn.Module, chosen: list[nn.Module], others: list[nn.Module], k
         record.kernel, record.layer, record.implementation = kernel, LAYER, name
 
 
-def _outermost_models(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
+def _outermost_models(model: nn.Module, chosen: list[Any]) -> list[Any]:
     from transformers import PreTrainedModel
 
-    found: list[nn.Module] = []
+    found: list[Any] = []
     inside: set[int] = set()
     wanted = set(map(id, chosen))
     for module in model.modules():
@@ -203,7 +204,7 @@ def _outermost_models(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Modu
     return found
 
 
-def _exchange_configs(module: nn.Module, copies: dict[int, object]) -> None:
+def _exchange_configs(module: Any, copies: dict[int, object]) -> None:
     from transformers import PreTrainedConfig
 
     for name, value in list(module.__dict__.items()):

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -77,10 +78,23 @@ def _load_default() -> Kernel:
     return _DEFAULT[0]
 
 
+@contextmanager
+def _outside_of_tracing() -> Generator[None]:
+    """get_kernel refuses to be traced into a graph. When `ready` calls it, the compiler waits for it instead."""
+    import torch
+
+    compiling = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = compiling
+
+
 class _Entry:
     """Holds the kernel's function once it is loaded. A class, since torch.compile reads attributes late."""
 
-    forward: Callable | None = None
+    forward: Any = None
 
 
 def _experts_function(kernel_of: Callable[[], Kernel]) -> Callable:
@@ -92,7 +106,8 @@ def _experts_function(kernel_of: Callable[[], Kernel]) -> Callable:
     @torch.compiler.assume_constant_result  # loading is no part of a graph: done while tracing, nothing of it is kept
     def ready() -> bool:
         if entry.forward is None:
-            kernel = kernel_of()
+            with _outside_of_tracing():
+                kernel = kernel_of()
             forward = kernel.module.experts_forward
             entry.forward = forward if supports_gradient(kernel) else _with_gradient_from_transformers(forward)
         return True

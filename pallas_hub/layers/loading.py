@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 NORM = "RMSNorm"
 EXPERTS = "experts"
@@ -77,7 +78,7 @@ def parse_choice(choice: str) -> tuple[str, int | None]:
 
 
 @contextmanager
-def use_loader(loader: Loader) -> Iterator[None]:
+def use_loader(loader: Loader) -> Generator[None]:
     """Load kernels with `loader(repo_id, version)` inside the block, instead of with pallas_hub.get_kernel."""
     token = _LOADER.set(loader)
     try:
@@ -86,7 +87,7 @@ def use_loader(loader: Loader) -> Iterator[None]:
         _LOADER.reset(token)
 
 
-def path_of(kernel: Kernel, device: object) -> str | None:
+def path_of(kernel: Kernel, device: Any) -> str | None:
     """The path a call of this kernel takes now for tensors on `device`, or None if the kernel does not say."""
     import torch
 

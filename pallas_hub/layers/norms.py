@@ -1,8 +1,8 @@
 """Which RMSNorm a module is: found by structure, settled by running its forward beside the formulas it may be.
 
-Classes that share a name differ in where they round and what they multiply by, so neither the name nor the class decides.
-A stand-in of the same class with a random weight runs on the CPU in float32, bfloat16 and mixed; the module itself,
-its hooks and its random state are not touched.
+Classes that share a name differ in where they round and what they multiply by, so the name does not decide. A
+stand-in of the same class with a random weight runs on the CPU in float32, bfloat16 and mixed; the module itself and
+its hooks are not touched.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import inspect
 import re
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class Norm:
     marked: str | None  # kernel_layer_name, when the kernels library knows the class
 
 
-def is_norm(module: nn.Module) -> bool:
+def is_norm(module: Any) -> bool:
     """True for everything that looks like an RMSNorm, including those that recognise() turns down."""
     return (
         isinstance(module, nn.RMSNorm)
@@ -41,7 +42,7 @@ def is_norm(module: nn.Module) -> bool:
     )
 
 
-def recognise(module: nn.Module) -> Norm | str:
+def recognise(module: Any) -> Norm | str:
     """Which layer may stand in for the module, or why none may."""
     reason = _unfit(module)
     if reason is not None:
@@ -53,7 +54,7 @@ def recognise(module: nn.Module) -> Norm | str:
     return Norm(layer=layer, marked=mark if mark in MARKS else None)
 
 
-def why_not(module: nn.Module, layer: type[nn.Module]) -> str | None:
+def why_not(module: Any, layer: type[nn.Module]) -> str | None:
     """Why this kernel's layer cannot run in the module's place, or None. Values are for verify to judge."""
     weight = module._parameters.get("weight")
     dtype = torch.float32 if weight is None else weight.dtype
@@ -70,7 +71,7 @@ def why_not(module: nn.Module, layer: type[nn.Module]) -> str | None:
     return _CANNOT_RUN[key]
 
 
-def width_of(module: nn.Module) -> int:
+def width_of(module: Any) -> int:
     weight = module._parameters.get("weight")
     if weight is not None:
         return weight.shape[0]
@@ -78,7 +79,7 @@ def width_of(module: nn.Module) -> int:
     return shape[-1] if shape else 64  # a layer without a weight takes any width
 
 
-def stand_in(module: nn.Module, weight: torch.Tensor | None) -> nn.Module:
+def stand_in(module: Any, weight: torch.Tensor | None) -> Any:
     """An object of the same class and attributes with another weight: for calling forwards on, nothing else."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
@@ -87,7 +88,7 @@ def stand_in(module: nn.Module, weight: torch.Tensor | None) -> nn.Module:
     return twin
 
 
-def _unfit(module: nn.Module) -> str | None:
+def _unfit(module: Any) -> str | None:
     cls = type(module)
     home = getattr(cls.forward, "__module__", "") or ""
     marked = getattr(cls, "kernel_layer_name", None) in MARKS
@@ -112,7 +113,7 @@ def _unfit(module: nn.Module) -> str | None:
     return _unfit_weight(module)
 
 
-def _unfit_weight(module: nn.Module) -> str | None:
+def _unfit_weight(module: Any) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         if len(getattr(module, "normalized_shape", (0,))) != 1:
@@ -135,7 +136,7 @@ _FOUND: dict[tuple, str] = {}
 _CANNOT_RUN: dict[tuple, str | None] = {}
 
 
-def _layer_for(module: nn.Module) -> str:
+def _layer_for(module: Any) -> str:
     """Name of the layer, or "!" and the reason why there is none. Settled once per class and configuration."""
     try:
         eps = layers.eps_of(module)
@@ -148,14 +149,14 @@ def _layer_for(module: nn.Module) -> str:
     return _FOUND[key]
 
 
-def _plain_attributes(module: nn.Module) -> tuple:
+def _plain_attributes(module: Any) -> tuple:
     """Whatever else the forward may look at: with_scale, normalized_shape and the like."""
     plain = (bool, int, float, str, tuple, type(None))
     names = sorted(name for name in module.__dict__ if not name.startswith("_") and name != "forward")
     return tuple((name, repr(module.__dict__[name])) for name in names if isinstance(module.__dict__[name], plain))
 
 
-def _probe(module: nn.Module, eps: float, has_weight: bool) -> str:
+def _probe(module: Any, eps: float, has_weight: bool) -> str:
     candidates = [layers.LLAMA, layers.FLOAT32_SCALE, layers.ZERO_CENTERED] if has_weight else [layers.NO_SCALE]
     differences = dict.fromkeys(candidates, 0.0)
     for x_dtype, weight_dtype in _DTYPES if has_weight else ((torch.float32, None), (torch.bfloat16, None)):
@@ -167,7 +168,7 @@ def _probe(module: nn.Module, eps: float, has_weight: bool) -> str:
         for name in candidates:
             differences[name] = max(differences[name], _share_that_differs(_formula(name, x, weight, eps), wanted))
     best = min(differences, key=lambda name: differences[name])
-    # Another order of rounding changes about a third of the values, another way to the same root about one in a hundred.
+    # Another order of rounding changes a tenth of the values or more, another way to the same root one in a hundred.
     if differences[best] <= 0.05:
         return best
     return f"!its forward computes something else than the kernel: {differences[best]:.0%} of the values differ"
@@ -183,14 +184,14 @@ def _example(n: int, x_dtype: torch.dtype, weight_dtype: torch.dtype | None):
     return x.view(2, 12, n), weight
 
 
-def _run_original(module: nn.Module, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+def _run_original(module: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     twin = stand_in(module, weight)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.nn.RMSNorm warns when x and weight differ in dtype
         return type(module).forward(twin, x)
 
 
-def _formula(name: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _formula(name: str, x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
     unit = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     if name == layers.LLAMA:
         return weight * unit.to(x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
@@ -24,6 +25,17 @@ class LayerReport:
     max_abs_error: float | None = None
     max_rel_error: float | None = None  # largest difference over the largest value of the original's result
     tolerance: float | None = None  # for max_rel_error
+
+    @property
+    def within_tolerance(self) -> bool:
+        """False also for a NaN, and for a layer that was not compared."""
+        return self.max_rel_error is not None and self.tolerance is not None and self.max_rel_error <= self.tolerance
+
+    @property
+    def error_rank(self) -> float:
+        """max_rel_error in an order that can be sorted: a NaN is the largest."""
+        error = -1.0 if self.max_rel_error is None else self.max_rel_error
+        return math.inf if math.isnan(error) else error
 
     def __str__(self) -> str:
         name = f"{self.path or '(model)'}  {self.original}"
@@ -56,7 +68,7 @@ class Report:
     def largest_error(self) -> LayerReport | None:
         """The layer whose result moved most, if verify was asked for."""
         measured = [layer for layer in self.layers if layer.max_rel_error is not None]
-        return max(measured, key=lambda layer: layer.max_rel_error or 0.0, default=None)
+        return max(measured, key=lambda layer: layer.error_rank, default=None)
 
     def to_dict(self) -> dict:
         return {"model": self.model, "swapped": len(self.swapped), "layers": [asdict(layer) for layer in self.layers]}

@@ -16,14 +16,14 @@ from torch import nn
 from pallas_hub.layers.loading import Kernel
 
 RECORD = "_pallas_hub"
-_ABSENT = "absent"  # a word, not object(): it must survive deepcopy and pickle
+ABSENT = "absent"  # a word, not object(): it must survive deepcopy and pickle
 
 
 @dataclass
 class Record:
     kernel: Kernel | None = None  # None: only a config was exchanged on this module
     layer: str | None = None  # layer or function of the kernel
-    old_forward: Any = _ABSENT  # what __dict__["forward"] was
+    old_forward: Any = ABSENT  # what __dict__["forward"] was
     changes_forward: bool = False
     old_values: dict[str, Any] = field(default_factory=dict)  # other entries of __dict__ that were exchanged
     new_values: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ def has_class_forward(module: nn.Module) -> bool:
 
 
 def bind_forward(module: nn.Module, forward: Callable, kernel: Kernel, layer: str) -> None:
-    old = module.__dict__.get("forward", _ABSENT)
+    old = module.__dict__.get("forward", ABSENT)
     module.__dict__["forward"] = MethodType(forward, module)
     note_forward(module, old, kernel, layer)
 
@@ -73,7 +73,7 @@ def restore_forward(module: nn.Module) -> None:
     record = record_of(module)
     if record is None or not record.changes_forward:
         return
-    if isinstance(record.old_forward, str):  # _ABSENT
+    if isinstance(record.old_forward, str):  # ABSENT
         module.__dict__.pop("forward", None)
     else:
         module.__dict__["forward"] = record.old_forward

@@ -16,8 +16,9 @@ Measured = tuple[str, float, float, float]  # inputs, max_abs_error, max_rel_err
 def compare_layers(model: nn.Module, inputs: Any = None) -> dict[str, Measured]:
     """Path of a swapped layer -> how far its result is from the original's.
 
-    With model inputs (or the model's dummy_inputs) the model runs once, in evaluation mode and without gradients, and each
-    layer is compared at its first call. Layers not reached by that, and models without such inputs, get random inputs.
+    With model inputs (or the model's dummy_inputs) the model runs once, in evaluation mode and without gradients, and
+    each layer is compared at its first call. Layers not reached by that, and models without such inputs, get random
+    inputs.
     """
     layers = {path: module for path, module in model.named_modules() if state.is_swapped(module)}
     measured: dict[str, Measured] = {}
@@ -91,7 +92,7 @@ def _compare(module: nn.Module, args: tuple, kwargs: dict, result: Any = None) -
     if result is None:
         result = module.forward(*args, **kwargs)
     if experts.is_experts(module):
-        old = state.record_of(module).old_values["config"]
+        old = module.__dict__[state.RECORD].old_values["config"]
         wanted = experts.original_forward(module, old._experts_implementation)(module, *args, **kwargs)
         tolerance = experts.tolerance(module)
     else:

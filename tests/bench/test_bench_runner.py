@@ -144,6 +144,28 @@ def test_the_path_comes_from_the_bridge():
     assert run_and_name_path(lambda: 1, record_paths) == (1, "rms_norm: torch")
 
 
+def test_a_result_that_is_right_only_while_watched_fails():
+    """A kernel may take another way when its paths are recorded; the way that is timed has to be the checked one."""
+    watched = []
+
+    @contextmanager
+    def record_paths():
+        watched.append(1)
+        yield [("op", "torch")]
+        watched.clear()
+
+    def right_while_watched():
+        return X * (2 if watched else 3)
+
+    def wrong_while_watched():
+        return X * (3 if watched else 2)
+
+    for call in (right_while_watched, wrong_while_watched):
+        (row,) = run_case(a_case(Implementation("it", call, ours=True)), seconds=0.01, record_paths=record_paths).rows
+        assert row.failed
+        assert row.timing is None
+
+
 def test_a_rival_that_fell_back_is_named_by_the_operator_that_ran():
     telling = ("aten::mm", "aten::mul.Tensor")
     assert run_and_name_path(lambda: torch.ones(2, 2) @ torch.ones(2, 2), None, telling)[1] == "aten::mm"

@@ -128,3 +128,20 @@ def test_streaming_read_covers_every_byte():
 def test_streaming_copy_moves_the_source():
     source, target = torch.randn(16), torch.empty(16)
     assert torch.equal(streaming_copy(source, target)(), source)
+
+
+def test_workloads_come_from_the_kernels_own_cases():
+    import importlib
+
+    from pallas_hub.bench.kernel_source import load_jax_module
+
+    for name, module, model in (("ragged-dot", ragged_dot, "qwen3-30b-a3b"), ("rms-norm", rms_norm, "llama-3-8b")):
+        package = load_jax_module(name, "cases").__name__.removesuffix(".cases")
+        assert model in module.workloads(importlib.import_module(package))
+        assert module.DEFAULT_WORKLOAD in module.workloads(importlib.import_module(package))
+    assert rms_norm.workloads(importlib.import_module(package))["llama-3-8b"] == {
+        1: 4096,
+        8: 4096,
+        64: 4096,
+        4096: 4096,
+    }

@@ -70,6 +70,10 @@ def _scale_pallas(x, *, factor, interpret=False):
     )(x)
 
 
+def scale_pallas_vjp(x, grad, *, factor, interpret=False):
+    return _scale_pallas(grad, factor=factor, interpret=interpret)
+
+
 def _scale_torch(x: Tensor, factor: float = 2.0) -> Tensor:
     return x * factor
 

@@ -7,12 +7,12 @@ from pallas_hub.bench import bridge_overhead
 
 
 def test_a_call_costs_at_most_five_times_a_direct_one_and_far_less_than_by_hand():
-    for attempt in range(3):  # the ratio is of medians; another try forgives a busy machine, not a slow bridge
+    for _ in range(3):  # the ratio is of medians; another try forgives a busy machine, not a slow bridge
         rows = {row.way: row for row in bridge_overhead.measure(((8, 8),), ("float32",), calls=1000)}
         assert rows["direct"].times_direct == 1
         if rows["bridge"].times_direct <= 5 and rows["dlpack"].times_direct >= 2 * rows["bridge"].times_direct:
             return
-    pytest.fail(f"after {attempt + 1} tries: {rows}")
+    pytest.fail(f"{rows}")
 
 
 def test_rows_cover_what_was_asked_for():

@@ -166,9 +166,22 @@ def test_result_outlives_the_jax_array_and_the_input():
     results = []
     for i in range(50):
         results.append(identity(torch.full((1000,), float(i))))
-        gc.collect()
         torch.full((1000,), -1.0)
+    gc.collect()
+    [torch.full((1000,), -1.0) for _ in range(50)]
     assert all(r.eq(i).all() for i, r in enumerate(results))
+
+
+def test_a_result_that_is_constant_is_made_anew_for_every_call():
+    def constants(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return jnp.zeros(64), jnp.arange(64.0), CONSTANT * 2
+
+    op = jax_op("constants", namespace=NAMESPACE, fn=constants)
+    for _ in range(3):
+        results = op(torch.zeros(1))
+        assert [r.sum().item() for r in results] == [0, 2016, 12]
+        for result in results:
+            result.fill_(-1)
 
 
 def test_large_inputs_are_not_copied():
@@ -213,5 +226,5 @@ def test_a_meta_tensor_gives_a_meta_result():
 
 
 def test_a_sparse_tensor_is_refused():
-    with pytest.raises(TypeError, match="identity: x has layout torch.sparse_coo; give a dense tensor"):
+    with pytest.raises(TypeError, match=r"identity: x has layout torch\.sparse_coo; give a dense tensor"):
         identity(torch.eye(3).to_sparse())

@@ -158,7 +158,7 @@ def test_a_function_that_returns_something_else_than_it_says_is_refused():
         return x, x
 
     op = jax_op("pair", namespace=NAMESPACE, fn=pair)
-    with pytest.raises(TypeError, match="pair: the JAX function must return one array, .*; got a tuple of 2"):
+    with pytest.raises(TypeError, match=r"pair: the JAX function must return one array, .*; got a tuple of 2"):
         op(torch.randn(2))
 
 
@@ -303,8 +303,20 @@ def test_a_torch_path_keeps_the_promises_of_the_fake():
     x = torch.zeros(2, 3)
     op(x).fill_(1)
     assert x.eq(0).all()
+
+    def twins(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + 1
+        return y, y.view(-1)
+
+    op = jax_op("twins", namespace=NAMESPACE, fn=lambda x: (x + 1, x.reshape(-1) + 1), torch_fn=twins)
+    one, two = op(x)
+    one.fill_(7)
+    assert two.eq(1).all()
+    torch.library.opcheck(op.overload, (x,))
     op = jax_op("transposed", namespace=NAMESPACE, fn=lambda x: x.T, torch_fn=transposed)
     assert op(x).is_contiguous()
+    for rows, columns in ((2, 3), (3, 1), (1, 3), (0, 3)):
+        torch.library.opcheck(op.overload, (torch.zeros(rows, columns),))
 
 
 def test_traces_are_counted_once_per_shape_dtype_and_attributes():

@@ -178,10 +178,8 @@ if __name__ == "__main__":
 )
 def test_data_loader_workers(tmp_path, context, uses_op, works):
     script = tmp_path / "loader_script.py"
-    script.write_text(
-        PRELUDE.replace('"tests/bridge"', repr(str(ROOT / "tests/bridge")))
-        + LOADER.format(uses_op=uses_op, context=context)
-    )
+    prelude = PRELUDE.replace('"tests/bridge"', repr(str(ROOT / "tests/bridge")))
+    script.write_text(prelude + LOADER.format(uses_op=uses_op, context=context))
     done = subprocess.run(
         [sys.executable, script],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -264,6 +262,8 @@ with mode:
     assert (y.shape, index.shape, index.dtype) == ((11, 128), (5,), torch.int32)
 
     exported = []
+    import jax
+
     # torch_tpu lowers the Pallas kernel for TPU to learn its shapes.
     callable = scale.tpu_op._init_fn
     lowered = callable.exported
@@ -278,7 +278,9 @@ with mode:
     assert y.shape == (5, 3)
 assert scale.path_for(torch.ones(2, 4)) == "torch"  # the CPU is as before
 assert gelu(torch.ones(2)).shape == (2,)
-"""
+assert jax.config.jax_platforms == "cpu"  # the chip belongs to torch_tpu
+""",
+        JAX_PLATFORMS="",
     )
 
 

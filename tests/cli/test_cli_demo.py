@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import pallas_hub
 from pallas_hub import demo
 from pallas_hub.bench.workloads import ragged_dot, rms_norm
 from pallas_hub.cli import demo as command
+from pallas_hub.demo import check_steps, use_steps
+from pallas_hub.demo.state import require
 
 
 def parse(*arguments):
@@ -36,7 +39,7 @@ def good(state, step):
 
 def bad(state, step):
     """Do something that fails its check."""
-    demo._require(1 > 2, "1 is not above 2")
+    require(1 > 2, "1 is not above 2")
 
 
 def surprising(state, step):
@@ -113,7 +116,7 @@ def a_demo(norm=right_norm, experts=right_experts, path="torch"):
 
 def test_right_kernels_pass_the_check():
     step = demo.Step("check")
-    demo.check_kernels(a_demo(), step)
+    check_steps.check_kernels(a_demo(), step)
     assert len(step.facts) == 6  # two dtypes of rms_norm and its gradient, two of moe_experts
 
 
@@ -129,27 +132,27 @@ def test_right_kernels_pass_the_check():
 )
 def test_a_wrong_kernel_fails_the_check(wrong):
     with pytest.raises(demo.StepFailed, match=r"error .* is above|result holds NaN"):
-        demo.check_kernels(a_demo(**wrong), demo.Step("check"))
+        check_steps.check_kernels(a_demo(**wrong), demo.Step("check"))
 
 
 def test_a_pallas_kernel_that_did_not_run_fails_the_interpreted_check():
     with pytest.raises(demo.StepFailed, match=r"rms-norm: the Pallas kernel did not run; paths taken: \{'torch'\}"):
-        demo.check_interpreted(a_demo(path="torch"), demo.Step("check"))
+        check_steps.check_interpreted(a_demo(path="torch"), demo.Step("check"))
     assert "PALLAS_HUB_INTERPRET" not in os.environ
-    demo.check_interpreted(a_demo(path="interpret"), demo.Step("check"))
+    check_steps.check_interpreted(a_demo(path="interpret"), demo.Step("check"))
 
 
 def test_a_wrong_kernel_is_not_timed():
     step = demo.Step("time")
     with pytest.raises(demo.StepFailed, match="a check failed, see the table"):
-        demo.time_layer(a_demo(experts=lambda *arguments: right_experts(*arguments) * 1.1), step)
+        use_steps.time_layer(a_demo(experts=lambda *arguments: right_experts(*arguments) * 1.1), step)
     assert step.facts["passed"] is False
 
 
 @pytest.mark.slow
 def test_the_whole_demo_passes_in_a_fresh_process(tmp_path):
     """With a small layer to time; everything else as `make demo` runs it."""
-    environ = {**os.environ, "PYTHONPATH": str(Path(demo.__file__).absolute().parents[1]), "HOME": str(tmp_path)}
+    environ = {**os.environ, "PYTHONPATH": str(Path(pallas_hub.__file__).absolute().parents[1]), "HOME": str(tmp_path)}
     arguments = ["demo", "--workload", "small", "--tokens", "2", "--seconds", "0.2", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "pallas_hub", *arguments], capture_output=True, text=True, env=environ, timeout=280

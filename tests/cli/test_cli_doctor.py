@@ -20,6 +20,7 @@ GOOD = {
     "torch": "2.13.0+cpu",
     "kernels": "0.17.2",
     "huggingface_hub": "2.4.0",
+    "numpy": "2.4.6",
     "jax": "0.10.2",
     "jaxlib": "0.10.2",
     "transformers": "5.22.2",
@@ -110,6 +111,7 @@ def test_supported_ranges_are_those_of_pyproject():
     assert project["requires-python"] == f">={packages.PYTHON_LOWEST}"
     compared = [package for package in packages.PACKAGES if package.name in wanted and package.name != "transformers"]
     assert {package.name for package in compared} >= {
+        "numpy",
         "torch",
         "kernels",
         "huggingface_hub",
@@ -327,4 +329,4 @@ def test_it_runs_where_every_package_is_missing(tmp_path):
     environ = {"PYTHONPATH": devices._search_path()}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "3 broken: torch, huggingface_hub, kernels" in done.stdout
+    assert "4 broken: torch, huggingface_hub, kernels, numpy" in done.stdout

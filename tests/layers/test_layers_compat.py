@@ -22,8 +22,8 @@ def test_pairs_that_work(transformers, kernels):
             "5.23.0",
             "0.17.2",
             "transformers 5.23.0 wants kernels >= 0.18.2 and treats kernels 0.17.2 as not installed: its layers are "
-            "not marked, KernelConfig and use_kernels=True do nothing useful. Try: pip install transformers==5.22.2 (which "
-            "accepts kernels 0.17.2), or pip install kernels==0.18.2",
+            "not marked, KernelConfig and use_kernels=True do nothing useful. Try: pip install transformers==5.22.2 "
+            "(which accepts kernels 0.17.2), or pip install kernels==0.18.2",
         ),
         ("5.24.0.dev0", "0.17.2", "transformers 5.24.0.dev0 wants kernels >= 0.18.2 and treats kernels 0.17.2 as not"),
         ("5.22.2", "0.18.2", "wants kernels >= 0.17.2, < 0.18.0 and treats kernels 0.18.2 as not installed"),

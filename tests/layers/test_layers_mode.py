@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import pallas_hub
 from kernels import Mode
-from pallas_hub.layers import repository, swap
+from pallas_hub.layers import place, repository
 
 
 def calls(kernels) -> int:
@@ -67,8 +67,8 @@ def test_a_gradient_asked_for_in_evaluation_is_not_lost(make):
 
 
 def test_the_user_is_told_once(caplog):
-    swap._TOLD.clear()
-    with caplog.at_level(logging.WARNING, logger="pallas_hub.layers.swap"):
+    place._TOLD.clear()
+    with caplog.at_level(logging.WARNING, logger="pallas_hub.layers.place"):
         for _ in range(2):
             pallas_hub.kernelize(tiny("llama").train(), kernels={"RMSNorm": norm_kernel(differentiable=False)})
     assert [r.message for r in caplog.records if "has no backward" in r.message] == [

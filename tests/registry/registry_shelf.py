@@ -10,6 +10,8 @@ from pallas_hub.registry.publish import Published, publish
 from pallas_hub.registry.record import record
 
 FIXTURES = Path(__file__).parent / "fixture_kernels"
+REPO = "pallas-hub/tiny-scale"
+CLOSED = "http://127.0.0.1:9"  # the discard port: nothing listens there
 
 
 @dataclasses.dataclass
@@ -62,3 +64,32 @@ def point_clients_at(url: str, home: Path, monkeypatch: pytest.MonkeyPatch, *, o
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
     for name in ("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK"):
         monkeypatch.delenv(name, raising=False)
+
+
+def stranger(shelf: Shelf) -> Sources:
+    """The same user without any of the shelf's manifests or sources: nothing is released, nothing bundled."""
+    return Sources(shelf.root / "no-kernels", shelf.root / "no-manifests", shelf.root / "bridge")
+
+
+def upload(url: str, repo_id: str, folder: Path, branch: str = "v1", delete: str | None = None) -> str:
+    """Push a folder as it is, without our publisher's checks."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=url, token="any")
+    api.create_repo(repo_id, repo_type="kernel", exist_ok=True)
+    api.create_branch(repo_id, branch=branch, repo_type="kernel", exist_ok=True)
+    return api.upload_folder(
+        repo_id=repo_id, folder_path=folder, repo_type="kernel", revision=branch, delete_patterns=delete
+    ).oid
+
+
+def snapshot(repo_id: str = REPO) -> Path:
+    from pallas_hub.registry import hub
+
+    return next((hub.cache_folder(repo_id) / "snapshots").iterdir())
+
+
+def with_marker(shelf: Shelf, tmp_path: Path) -> Path:
+    marker = tmp_path / "code-ran"
+    shelf.append("__init__.py", f"\nopen({str(marker)!r}, 'a').close()\n")
+    return marker

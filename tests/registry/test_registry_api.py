@@ -146,7 +146,8 @@ def test_what_people_write_into_a_manifest_survives_recording(shelf: Shelf):
 
 
 def test_a_changed_api_under_the_same_version_is_refused_with_the_change_and_the_mend(shelf: Shelf):
-    record("tiny-scale", shelf.sources)
+    build = record("tiny-scale", shelf.sources).versions[1].builds[0]
+    assert freeze("tiny-scale", 1, build.digests, shelf.sources)
     shelf.edit("torch-ext/tiny_scale/op.py", "factor: float = 2.0", "by: float = 2.0")
     words = (
         r"tiny-scale: the public API of version 1 changed: scale\(x: Tensor, factor: float=2.0\) -> Tensor "
@@ -171,11 +172,20 @@ def test_adding_to_the_api_is_fine_but_has_to_be_recorded(shelf: Shelf):
     assert check(read_source("tiny-scale", shelf.sources)).names["scale"].count("shift") == 1
 
 
+def test_a_version_that_was_never_released_may_change_but_only_by_recording(shelf: Shelf):
+    record("tiny-scale", shelf.sources)
+    shelf.edit("torch-ext/tiny_scale/op.py", "factor: float = 2.0", "by: float = 2.0")
+    with pytest.raises(ApiChanged, match=r"accepts the change, since version 1 was never released"):
+        check_recorded("tiny-scale", shelf.sources)
+    record("tiny-scale", shelf.sources)
+    check_recorded("tiny-scale", shelf.sources)
+
+
 def test_losing_a_variant_is_refused(shelf: Shelf):
     record("tiny-scale", shelf.sources)
     shelf.edit("build.toml", '["cpu", "cuda", "tpu"]', '["cpu", "cuda"]')
     with pytest.raises(ApiChanged, match="variant torch-tpu is gone"):
-        record("tiny-scale", shelf.sources)
+        check_recorded("tiny-scale", shelf.sources)
 
 
 def test_released_builds_stay_and_unreleased_ones_are_replaced(shelf: Shelf):

@@ -88,10 +88,9 @@ def test_an_unrecorded_build_is_not_published(shelf: Shelf, hub_url: str):
         publish("tiny-scale", sources=shelf.sources)
 
 
-def test_the_published_api_is_kept_even_if_the_manifest_was_lost(shelf: Shelf, hub_url: str):
+def test_the_published_api_is_kept_even_if_the_manifest_was_recorded_anew(shelf: Shelf, hub_url: str):
     shelf.publish()
     before = branches(hub_url)
-    (shelf.sources.manifests / "tiny-scale.toml").unlink()
     shelf.edit("torch-ext/tiny_scale/op.py", "x: Tensor, factor", "tensor: Tensor, factor")
     shelf.edit("torch-ext/tiny_scale/op.py", ".scale(x, factor)", ".scale(tensor, factor)")
     words = rf"{REPO}: version 1 on {hub_url} has another public API: scale\(x: Tensor.*publish this one as version 2"
@@ -104,6 +103,18 @@ def test_releasing_freezes_the_digests(shelf: Shelf, hub_url: str):
     assert not shelf.publish().released  # loopback: not a release unless asked for
     assert shelf.publish(release=True).released
     assert read_manifest("tiny-scale", shelf.sources).versions[1].builds[0].released
+
+
+def test_sources_that_are_not_committed_are_not_released(shelf: Shelf, hub_url: str):
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "kernels"]):
+        subprocess.run([*git, *command], cwd=shelf.root, check=True)
+    shelf.append("op.py", "\n# not committed\n")
+    with pytest.raises(PublishError, match="tiny-scale: its sources have changes that are not committed"):
+        shelf.publish(release=True)
+    assert shelf.publish().commit  # on loopback it is a trial
+    subprocess.run([*git, "commit", "--quiet", "-am", "more"], cwd=shelf.root, check=True)
+    assert shelf.publish(release=True).released
 
 
 def test_a_hub_that_is_down_is_named(shelf: Shelf, tmp_path: Path, monkeypatch):
@@ -124,6 +135,28 @@ def test_a_refused_token_says_how_to_log_in(shelf: Shelf, tmp_path: Path, monkey
         with pytest.raises(PublishError, match=r"not allowed to write on http://.*hf auth login, or HF_TOKEN"):
             publish("tiny-scale", token="wrong", sources=shelf.sources)
         assert publish("tiny-scale", token="secret", sources=shelf.sources).commit
+
+
+def test_a_refusal_of_the_hub_is_passed_on(shelf: Shelf, tmp_path: Path, monkeypatch):
+    from pallas_hub.registry.server import running_hub
+
+    with running_hub(tmp_path / "store", max_commit_bytes=2_000) as hub:
+        point_clients_at(hub.url, tmp_path / "hf", monkeypatch)
+        with pytest.raises(PublishError, match=rf"{REPO}: {hub.url} answered 413: .*What was published before is unt"):
+            shelf.publish()
+        assert "v1" not in branches(hub.url)
+
+
+@pytest.mark.parametrize(("status", "words"), [(507, "no room left on http"), (429, "answered 429")])
+def test_other_statuses_have_words_too(status: int, words: str):
+    import httpx2
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from pallas_hub.registry.publish import _words
+
+    request = httpx2.Request("POST", "http://hub/api")
+    with pytest.raises(PublishError, match=words), _words(REPO, "http://hub"):
+        raise HfHubHTTPError("said no", response=httpx2.Response(status, request=request))
 
 
 KILL = """

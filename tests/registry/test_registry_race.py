@@ -105,6 +105,13 @@ def test_eight_processes_on_an_empty_cache_see_whole_files(shelf: Shelf, table: 
     assert done.stdout.split() == [table] * 8
 
 
+def test_eight_processes_build_the_same_sources_at_once(shelf: Shelf):
+    code = PROCESSES.replace("{load()}", "{load_source('tiny-scale', sources=shelf).scale(torch.ones(1)).item()}")
+    done = run(code.replace("import get_kernel,", "import load_source, get_kernel,"), shelf, "locks")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2.0"] * 8
+
+
 def test_eight_threads_on_an_empty_cache_see_whole_files_and_one_module(shelf: Shelf, table: str):
     done = run(THREADS, shelf)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ with rows that are not there, fails here.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -80,26 +80,37 @@ def assert_close(actual, expected, dtype: str, terms: int):
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=rounding, atol=summing)
 
 
+# Compiled once per shape: the group sizes are data, and compiling the interpreter costs more than running it.
+forward = jax.jit(functools.partial(ragged_dot_forward, interpret=STRICT), static_argnums=3, static_argnames="config")
+weight_gradient = jax.jit(
+    functools.partial(ragged_dot_weight_gradient, interpret=STRICT), static_argnums=3, static_argnames="config"
+)
+
+
 def check(case: Case, dtype: str, transpose: bool, config: Config | None):
     lhs, rhs, grad = inputs(case, dtype)
     sizes = jnp.asarray(case.group_sizes, jnp.int32)
     weights = rhs.swapaxes(1, 2) if transpose else rhs
-    out = ragged_dot_forward(lhs, weights, sizes, transpose, config=config, interpret=STRICT)
+    out = forward(lhs, weights, sizes, transpose, config=config)
     assert_close(out, loop_forward(case, lhs, rhs), dtype, case.k)
-    gradient = ragged_dot_weight_gradient(lhs, grad, sizes, transpose, config=config, interpret=STRICT)
+    gradient = weight_gradient(lhs, grad, sizes, transpose, config=config)
     gradient = gradient.swapaxes(1, 2) if transpose else gradient
     assert_close(gradient, loop_weight_gradient(case, lhs, grad), dtype, case.m)
     for group, size in enumerate(case.group_sizes):
         assert size > 0 or not np.asarray(gradient[group], np.float32).any()
 
 
-@pytest.mark.parametrize("transpose", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("case", EDGE_CASES, ids=lambda case: case.id)
-def test_small_tiles_match_loop(case, transpose):
-    check(case, "float32", transpose, SMALL_TILES)
+def test_small_tiles_match_loop(case):
+    check(case, "float32", False, SMALL_TILES)
 
 
-@pytest.mark.parametrize("case", EDGE_CASES[::3], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [EDGE_CASES[5], EDGE_CASES[7]], ids=lambda case: case.id)
+def test_transposed_matches_loop(case):
+    check(case, "float32", True, SMALL_TILES)
+
+
+@pytest.mark.parametrize("case", [EDGE_CASES[1], EDGE_CASES[10]], ids=lambda case: case.id)
 def test_chosen_tiles_match_loop(case):
     check(case, "float32", False, None)
 
@@ -114,15 +125,13 @@ def test_mixed_dtypes_give_the_dtype_of_lhs():
     case = EDGE_CASES[7]
     lhs, rhs, _ = inputs(case, "bfloat16")
     rhs32 = rhs.astype(jnp.float32)
-    out = ragged_dot_forward(lhs, rhs32, jnp.asarray(case.group_sizes, jnp.int32), interpret=STRICT)
+    out = forward(lhs, rhs32, jnp.asarray(case.group_sizes, jnp.int32), False)
     assert_close(out, loop_forward(case, lhs, rhs32), "bfloat16", case.k)
 
 
-@pytest.mark.parametrize("block_k", [7, 128])
 @pytest.mark.parametrize("sizes", [(7, -2, 3), (20, 2**30, 2**31 - 1), (0, -5, 99)])
-def test_sizes_that_op_would_refuse_are_clipped(sizes, block_k):
-    case = Case(20, 7 if block_k == 7 else 130, 8, sizes)
-    check(case, "float32", False, Config(16, block_k, 8))
+def test_sizes_that_op_would_refuse_are_clipped(sizes):
+    check(Case(20, 7, 8, sizes), "float32", False, SMALL_TILES)
 
 
 def test_nan_in_one_group_stays_in_its_rows():
@@ -130,35 +139,35 @@ def test_nan_in_one_group_stays_in_its_rows():
     lhs, rhs, grad = inputs(case, "float32")
     lhs = lhs.at[6].set(jnp.nan)  # a row of group 1
     sizes = jnp.asarray(case.group_sizes, jnp.int32)
-    out = ragged_dot_forward(lhs, rhs, sizes, config=SMALL_TILES, interpret=STRICT)
+    out = forward(lhs, rhs, sizes, False, config=SMALL_TILES)
     assert np.flatnonzero(np.isnan(out).any(axis=1)).tolist() == [6]
-    gradient = ragged_dot_weight_gradient(lhs, grad, sizes, config=SMALL_TILES, interpret=STRICT)
+    gradient = weight_gradient(lhs, grad, sizes, False, config=SMALL_TILES)
     assert np.flatnonzero(np.isnan(gradient).any(axis=(1, 2))).tolist() == [1]
 
 
-group_sizes = st.lists(st.integers(0, 40) | st.just(0), min_size=1, max_size=9)
+group_sizes = st.lists(st.integers(0, 40) | st.just(0), min_size=6, max_size=6).map(tuple)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=15, deadline=None)
+@given(sizes=group_sizes)
+def test_any_sizes_match_loop(sizes):
+    check(Case(70, 130, 24, sizes), "float32", False, SMALL_TILES)  # 5 row tiles, k in 2 parts
+
+
+table_of_rows = jax.jit(visits_of_rows, static_argnums=(1, 2))
+table_of_groups = jax.jit(visits_of_groups, static_argnums=(1, 2))
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    sizes=group_sizes,
-    left_over=st.integers(0, 35),
-    k=st.sampled_from([1, 5, 129]),
-    n=st.sampled_from([1, 8, 130]),
-    block_m=st.sampled_from([16, 32]),
+    sizes=st.lists(st.integers(-3, 90) | st.just(0) | st.just(16), min_size=12, max_size=12),
+    m=st.sampled_from([1, 16, 45, 200, 512]),  # few, since each is compiled
 )
-def test_any_sizes_match_loop(sizes, left_over, k, n, block_m):
-    case = Case(sum(sizes) + left_over, k, n, tuple(sizes))
-    check(case, "float32", False, Config(block_m, 128, 128))
-
-
-@settings(max_examples=60, deadline=None)
-@given(sizes=st.lists(st.integers(-3, 300) | st.just(0), min_size=1, max_size=40), m=st.integers(1, 500))
 def test_visits_cover_every_row_and_group_once(sizes, m):
     block_m = 16
     case = Case(m, 1, 1, tuple(sizes))
     array = jnp.asarray(sizes, jnp.int32)
-    rows = jax.jit(visits_of_rows, static_argnums=(1, 2))(array, m, block_m)
+    rows = jax.tree.map(np.asarray, table_of_rows(array, m, block_m))
     owner, seen, tiles_read = np.full(m, -1), np.zeros(m, int), []
     for v in range(int(rows.count)):
         tile, (low, high) = int(rows.tile[v]), row_bounds(int(rows.rows[v]))
@@ -179,7 +188,7 @@ def test_visits_cover_every_row_and_group_once(sizes, m):
     np.testing.assert_array_equal(owner, expected)
     assert len(set(tiles_read)) <= max(1, -(-int((expected >= 0).sum()) // block_m))
 
-    groups = jax.jit(visits_of_groups, static_argnums=(1, 2))(array, m, block_m)
+    groups = jax.tree.map(np.asarray, table_of_groups(array, m, block_m))
     count = int(groups.count)
     assert sorted(set(np.asarray(groups.group)[:count].tolist())) == list(range(len(sizes)))
     assert (np.diff(np.asarray(groups.group)[:count]) >= 0).all()
@@ -190,7 +199,7 @@ def test_visits_cover_every_row_and_group_once(sizes, m):
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("case", EDGE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EDGE_CASES[::2], ids=lambda case: case.id)
 def test_reference_matches_loop(case, transpose):
     lhs, rhs, grad = inputs(case, "float32")
     sizes = jnp.asarray(case.group_sizes, jnp.int32)
@@ -228,7 +237,6 @@ def test_reference_traces_with_symbolic_sizes(transpose):
 def test_every_float16_becomes_the_same_float32():
     bits = np.arange(2**16, dtype=np.uint16)
     decoded = _float16_bits_to_float32(jnp.asarray(bits.view(np.int16).astype(np.int32)))
-    with contextlib.suppress(AttributeError):
-        decoded = np.asarray(decoded)
+    decoded = np.asarray(decoded)
     np.testing.assert_array_equal(decoded, bits.view(np.float16).astype(np.float32))
     np.testing.assert_array_equal(np.signbit(decoded), np.signbit(bits.view(np.float16)))

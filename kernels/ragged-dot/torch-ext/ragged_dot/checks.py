@@ -12,6 +12,7 @@ INTS = (torch.int32, torch.int64)
 def check_product(op: str, lhs: Tensor, rhs: Tensor, sizes: Tensor, names: tuple[str, str, str], letters: str) -> None:
     """lhs (m, k) times rhs (g, k, n), `letters` giving the order of rhs' axes; sizes (g,) whole numbers."""
     lhs_name, rhs_name, sizes_name = names
+    check_one_device(op, {lhs_name: lhs, rhs_name: rhs, sizes_name: sizes})
     if lhs.dim() != 2:
         raise ValueError(f"{op}: {lhs_name} must be (m, k); got {shape_text(lhs)}.")
     if rhs.dim() != 3:
@@ -31,9 +32,17 @@ def check_product(op: str, lhs: Tensor, rhs: Tensor, sizes: Tensor, names: tuple
             f"{op}: {sizes_name} must be (g,) = ({g},) to match {rhs_name} ({letters}) = {shape_text(rhs)}; "
             f"got {shape_text(sizes)}."
         )
-    if not torch.is_autocast_enabled(lhs.device.type):
+    if autocast_dtype(lhs) is None:
         check_floats(op, {lhs_name: lhs, rhs_name: rhs})
     check_whole_numbers(op, sizes_name, sizes)
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """What autocast, where it is on, makes of a float tensor; like torch's own, it leaves float64 alone."""
+    device = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return None
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
@@ -78,7 +87,7 @@ def check_layer(op: str, tensors: dict[str, Tensor], gated: bool, transposed: bo
             f"{op}: down_proj must be (e, {', '.join(second)}) = ({', '.join(map(str, wanted))}) to match gate_up_proj "
             f"(e, {', '.join(first)}) = {shape_text(gate_up_proj)}; got {shape_text(down_proj)}."
         )
-    if not torch.is_autocast_enabled(hidden_states.device.type):
+    if autocast_dtype(hidden_states) is None:
         check_floats(op, tensors)
     return e, h, width
 

@@ -25,22 +25,31 @@ class Config:
     block_k: int
     block_n: int
     vmem_limit_bytes: int = DEFAULT_VMEM_LIMIT_BYTES
-    chunk: int = 256  # columns multiplied at once inside a block: fewer spills on v6e and 7x, more on v5e 
+    chunk: int = 256  # columns of a block multiplied at once; only the compiler's schedule depends on it
 
 
 def choose_config(
-    m: int, k: int, n: int, g: int, dtype_bytes: int, vmem_limit_bytes: int = DEFAULT_VMEM_LIMIT_BYTES
+    m: int,
+    k: int,
+    n: int,
+    g: int,
+    dtype_bytes: int,
+    vmem_limit_bytes: int = DEFAULT_VMEM_LIMIT_BYTES,
+    device_kind: str | None = None,
 ) -> Config:
     """Blocks for (m, k) @ (g, k, n): k whole where it fits, so that a group's weights are read once.
 
-    Splitting n re-reads lhs once per split, so n is whole for many rows; for few rows lhs is cheap next to the weights,
-    and smaller blocks start the pipeline sooner.
+    Splitting n re-reads lhs once per split (unless it is one tile), so n is whole for many rows; for few rows lhs is
+    cheap next to the weights, and smaller blocks start the pipeline sooner.
     Raises   ValueError: not even the smallest blocks fit the limit.
     """
+    # Compiled at 128 x 2048 x 1536: chunks of 256 leave v6e and 7x without vector spills (7x: 1477 bundles, not 1522);
+    # v5e, with its smaller matrix units, takes 5681 bundles for the whole block and 5835 in chunks.
+    chunk = 2**30 if device_kind in ("TPU v5 lite", "TPU v5") else 256
     for block_m in _row_blocks(m, g):
         for block_k in _splits(k):
             for block_n in _splits(n):
-                config = Config(block_m, block_k, block_n, vmem_limit_bytes)
+                config = Config(block_m, block_k, block_n, vmem_limit_bytes, chunk)
                 if block_n < min(n, MIN_BLOCK_N) and block_k > LANES:
                     break
                 if _fits(forward_vmem_bytes(config, dtype_bytes), config):
@@ -98,21 +107,24 @@ def _row_blocks(m: int, g: int, least: int = 128) -> Iterator[int]:
 
 
 def _splits(size: int) -> Iterator[int]:
-    """The whole axis, then ever smaller multiples of the lane count."""
+    """The whole axis, then ever smaller multiples of the lane count, down to one; some dozens for any size."""
     yield size
-    last = size
-    for parts in range(2, -(-size // LANES) + 1):
-        block = -(-(-(-size // parts)) // LANES) * LANES
+    last, parts = size, 2
+    while last > LANES:
+        block = -(-size // (parts * LANES)) * LANES
         if block < last:
             yield block
             last = block
+        parts += 1 + parts // 8
 
 
 def _shrink_for_decode(config: Config, m: int, n: int, g: int, dtype_bytes: int) -> Config:
     """Narrow block_n towards DECODE_BLOCK_BYTES while re-reading lhs adds under 1 % to the bytes of the weights."""
+    stays = m <= config.block_m  # a single row tile stays in VMEM from one block of columns to the next
     chosen = config.block_n
     for block_n in _splits(n):
-        if block_n < MIN_BLOCK_N or (-(-n // block_n) - 1) * m * 100 > min(g, m) * n:
+        rereads = 0 if stays else -(-n // block_n) - 1
+        if block_n < MIN_BLOCK_N or rereads * m * 100 > min(g, m) * n:
             break
         if block_n <= chosen:
             chosen = block_n

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .blocks import column_chunks, dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
+from .blocks import column_chunks, device_kind, dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
 from .config import Config, choose_config
 from .visits import row_bounds, visits_of_rows
 from .weight_gradient import ragged_dot_weight_gradient
@@ -44,7 +44,7 @@ def ragged_dot_forward(
     n = rhs.shape[1 if transpose_rhs else 2]
     if 0 in (m, k, n, g):
         return jnp.zeros((m, n), lhs.dtype)
-    config = config or choose_config(m, k, n, g, item_bytes(lhs, rhs))
+    config = config or choose_config(m, k, n, g, item_bytes(lhs, rhs), device_kind=device_kind())
     block_m, block_k, block_n = config.block_m, config.block_k, config.block_n
     tiles_k, tiles_n = pl.cdiv(k, block_k), pl.cdiv(n, block_n)
     visits = visits_of_rows(group_sizes, m, block_m)
@@ -142,7 +142,8 @@ def _accumulate(acc_ref, product, step):
 def _write_rows(out_ref, product, first_row):
     """Rows before the group keep what earlier groups wrote. Rows past it belong to visits still to come."""
     row = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
-    out_ref[...] = jnp.where(row < first_row, out_ref[...], product.astype(out_ref.dtype))
+    before = out_ref[...].astype(jnp.float32)  # v5e and v5p cannot select in bfloat16
+    out_ref[...] = jnp.where(row < first_row, before, product).astype(out_ref.dtype)
 
 
 def _clear_rows(out_ref, first_row):

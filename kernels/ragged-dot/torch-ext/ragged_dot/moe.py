@@ -65,6 +65,7 @@ def moe_experts(
     Source   the experts of Transformers (transformers.integrations.moe)
     """
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    _check_names(activation, gate)
     _check(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, biases, gate is not None, transposed)
     experts, top_k = gate_up_proj.shape[0], top_k_index.shape[1]
     order, ids, group_sizes = _sort_by_expert(top_k_index, experts)
@@ -75,7 +76,11 @@ def moe_experts(
     x = _linear(x, down_proj, down_bias, ids, group_sizes, transposed)
     if output_norm is not None:
         x = output_norm(x)
-    return _combine(x, order, top_k_index, top_k_weights, experts).to(hidden_states.dtype)
+    # Rows of slots without an expert are zero, unless something was added to them.
+    if down_bias is not None or output_norm is not None:
+        x = torch.where((ids < experts).unsqueeze(-1), x, 0)
+    weights = torch.where(top_k_index < experts, top_k_weights, 0)  # such a slot must not count, even if its weight is NaN
+    return _combine(x, order, weights).to(hidden_states.dtype)
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -128,16 +133,23 @@ def _apply_gate(x: Tensor, activation: str | Callable, gate: str | Callable | No
     return act(gates) * ups
 
 
-def _combine(x: Tensor, order: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> Tensor:
-    """Bring the slots back to their tokens and sum them there, weighted: (s, h) -> (t, h)."""
-    t, top_k = top_k_index.shape
-    # A slot without an expert must not count, even if its weight or row is NaN.
-    served = top_k_index < experts
-    weights = torch.where(served, top_k_weights, 0).reshape(-1)
+def _combine(x: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Bring the slots back to their tokens and sum them there, weighted: (s, h), (s,), (t, top_k) -> (t, h)."""
+    t, top_k = weights.shape
     back = torch.empty_like(order).scatter(0, order, torch.arange(t * top_k, device=order.device))
-    rows = x.index_select(0, back)  # (s, h), token by token
-    rows = torch.where(served.reshape(-1, 1), rows * weights.unsqueeze(-1), 0)
-    return rows.view(t, top_k, -1).sum(dim=1)
+    rows = x.index_select(0, back).view(t, top_k, x.shape[1])
+    return (rows * weights.unsqueeze(-1)).sum(dim=1)
+
+
+def _check_names(activation: str | Callable, gate: str | Callable | None) -> None:
+    if not callable(activation) and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"moe_experts: activation must be a function or one of {', '.join(ACTIVATIONS)}; got \"{activation}\"."
+        )
+    if not callable(gate) and gate not in ("concatenated", "interleaved", None):
+        raise ValueError(
+            f'moe_experts: gate must be "concatenated", "interleaved", None or a function; got "{gate}".'
+        )
 
 
 def _check(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import cpu
 from ._bridge import Lazy, jax_op
-from .checks import can_read_values, check_one_device, check_product
+from .checks import autocast_dtype, can_read_values, check_product
 
 _product = jax_op(
     "ragged_dot",
@@ -63,14 +63,11 @@ def grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 def product(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, transpose_rhs: bool) -> Tensor:
     """ragged_dot of checked arguments."""
-    check_one_device("ragged_dot", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes})
-    device = lhs.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        if lhs.dtype.itemsize < 8:
-            lhs = lhs.to(dtype)
-            # The CPU path casts the weights of each group as it comes to it: only groups in use, no second copy of all.
-            rhs = rhs if device == "cpu" else rhs.to(dtype)
+    dtype = autocast_dtype(lhs)
+    if dtype is not None:
+        lhs = lhs.to(dtype)
+        # The CPU path casts each group's weights as it comes to them: only groups in use, and no second copy of all.
+        rhs = rhs if lhs.device.type == "cpu" else rhs.to(dtype)
     if _is_transposed_view(rhs):
         rhs, transpose_rhs = rhs.transpose(1, 2), not transpose_rhs
     return _product(lhs, rhs, group_sizes, transpose_rhs)

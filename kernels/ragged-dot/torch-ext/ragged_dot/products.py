@@ -24,24 +24,38 @@ BLOCKS = 8
 LANES = 16  # with the weight as left factor, rows of x fill the lanes of a register; a rest is slow
 
 
-def multiply_into(out: Tensor, x: Tensor, weight: Tensor, weight_is_nk: bool) -> None:
+def multiply_into(out: Tensor, x: Tensor, weight: Tensor, weight_is_nk: bool, way: Way | None) -> None:
     """out (r, n) = x (r, k) times weight, (n, k) or (k, n)."""
-    way = choose(x.dtype, x.shape[0], *weight.shape, weight_is_nk) if weight.is_contiguous() else None
     if way is None:
         torch.mm(x, weight.t() if weight_is_nk else weight, out=out)
     else:
         out.copy_(way(x, weight))
 
 
-def choose(dtype: torch.dtype, r: int, rows: int, columns: int, weight_is_nk: bool) -> Way | None:
-    """The fastest way for r rows of x and a weight (rows, columns); None stands for torch.mm."""
-    if not min(r, rows, columns) or not has_onednn():
-        return None
-    if dtype == torch.float32:
-        return _choose_float32_nk(r, rows, columns) if weight_is_nk else _choose_float32_kn(r, rows)
-    if dtype == torch.bfloat16 and weight_is_nk:
-        return _choose_bfloat16_nk(r, columns)
-    return None
+def chooser(lhs: Tensor, rhs: Tensor, weight_is_nk: bool) -> Callable[[int], Way | None]:
+    """A function that tells, for a number of rows, the fastest way to multiply them; None stands for torch.mm."""
+    dtype, (rows, columns) = lhs.dtype, rhs.shape[1:]
+    on_cpu = lhs.device.type == "cpu" and has_onednn() and rhs.is_contiguous() and rows * columns > 0
+    if on_cpu and dtype == torch.float32 and weight_is_nk:
+        return functools.partial(_choose_float32_nk, n=rows, k=columns)
+    if on_cpu and dtype == torch.float32:
+        return functools.partial(_choose_float32_kn, k=rows)
+    if on_cpu and dtype == torch.bfloat16 and weight_is_nk:
+        return functools.partial(_choose_bfloat16_nk, k=columns)
+    return lambda r: None
+
+
+def can_run_together(lhs: Tensor, rhs: Tensor) -> bool:
+    """Whether torch's own grouped_mm takes these: it loops in C++, which is worth 3 % where torch.mm is the best way."""
+    return (
+        lhs.device.type == "cpu"
+        and lhs.dtype == rhs.dtype == torch.bfloat16
+        and hasattr(F, "grouped_mm")
+        and lhs.is_contiguous()
+        and rhs.is_contiguous()
+        and rhs.numel() > 0
+        and all(size % 8 == 0 for size in rhs.shape[1:])  # it asks for rows of whole 16 bytes
+    )
 
 
 def _choose_float32_nk(r: int, n: int, k: int) -> Way:

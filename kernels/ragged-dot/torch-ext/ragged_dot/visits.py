@@ -12,7 +12,8 @@ groups in a row.
                                                 4      3      2     1..2
 
 The table is dense integer arithmetic on (groups, groups) and (visits, groups) comparisons: no sort, gather, scan or
-histogram, so XLA makes three small fusions of it.
+histogram, so XLA makes a handful of small fusions of it. Their cost grows with groups * (groups + tiles): meant for up
+to some thousand groups, and for row tiles few enough that four tables of one word per visit fit scalar memory (1 MiB).
 """
 
 from __future__ import annotations
