@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pallas_hub.layers.interface import register_when_imported
+
 if TYPE_CHECKING:
     from pallas_hub.layers import explain, kernelize, unkernelize
     from pallas_hub.registry import get_kernel, has_kernel, list_kernels, loaded_from
@@ -48,3 +50,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+# Transformers checks `experts_implementation="pallas"` against a table; the entry is made when that table is imported.
+register_when_imported()

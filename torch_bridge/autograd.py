@@ -32,11 +32,11 @@ class Rule:
         return self._checked(self.save(needs)) if callable(self.save) else self.save
 
     def _checked(self, save: Iterable[str]) -> tuple[str, ...]:
-        save = tuple(save)
         known = [*self.names, "outputs"]
         if isinstance(save, str) or not set(save) <= set(known):
-            raise ValueError(f"{self.op}: save must name tensor inputs or outputs, out of {known}; got {list(save)}.")
-        return save
+            came = repr(save) if isinstance(save, str) else list(save)
+            raise ValueError(f"{self.op}: save must list names of tensor inputs, or outputs, of {known}; got {came}.")
+        return tuple(save)
 
 
 class Saved:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,15 @@ def infer(trace: Callable, shapes: tuple, dtypes: tuple, attributes: tuple, know
             known[key] = _printed(trace(sizes.in_jax(), dtypes, attributes))
         except Exception as error:
             return _with_guards(trace, sizes, dtypes, attributes, known, op, error)
-    names = sizes.torch_values()
+    names = sizes.variables()
     return [(tuple(_value(size, names) for size in shape), dtype) for shape, dtype in known[key]]
+
+
+class Leaf(NamedTuple):
+    leaf: int
+
+
+Equalities = list[tuple[int, "int | Leaf"]]  # (a leaf, the number or the earlier leaf that it equals)
 
 
 class Sizes:
@@ -54,28 +61,29 @@ class Sizes:
         names = {leaf: f"d{i}" for i, leaf in enumerate(self.leaves)}
         return (self._map(lambda expression: _rebuilt(expression, names, text=True)), tuple(self.bounds))
 
-    def in_jax(self, equal: dict[int, int | str] | None = None) -> tuple:
-        """The shapes with JAX dimensions. `equal`: leaf -> the number or the variable it is taken to equal."""
+    def in_jax(self, equal: Equalities | tuple = ()) -> tuple:
+        """The shapes with JAX dimensions, some leaves being taken to equal a number or another leaf."""
         import jax
 
         scope = jax.export.SymbolicScope(list(self._constraints()))
-        names = [f"d{i}" for i in range(len(self.leaves))]
-        variables = jax.export.symbolic_shape(", ".join(names), scope=scope)
-        values = [variable + min(low - 1, 0) for variable, (low, _) in zip(variables, self.bounds, strict=True)]
-        values = [self._other(equal[i], values) if equal and i in equal else v for i, v in enumerate(values)]
-        dims = dict(zip(self.leaves, values, strict=True))
-        return self._map(lambda expression: _rebuilt(expression, dims))
+        names = ", ".join(f"d{i}" for i in range(len(self.leaves)))
+        variables = jax.export.symbolic_shape(names, scope=scope) if names else ()
+        dims = [variable + min(low - 1, 0) for variable, (low, _) in zip(variables, self.bounds, strict=True)]
+        for i, other in equal:
+            dims[i] = other if isinstance(other, int) else dims[other.leaf]
+        by_leaf = dict(zip(self.leaves, dims, strict=True))
+        return self._map(lambda expression: _rebuilt(expression, by_leaf))
 
-    def torch_values(self) -> dict[str, Any]:
-        """d0, d1, ... as SymInts."""
+    def in_torch(self) -> list:
+        """The leaves as SymInts."""
+        return [self.env.create_symintnode(leaf, hint=None) for leaf in self.leaves]
+
+    def variables(self) -> dict[str, Any]:
+        """What JAX calls d0, d1, ... in SymInts."""
         return {
-            f"d{i}": self.env.create_symintnode(leaf, hint=None) - min(low - 1, 0)
-            for i, (leaf, (low, _)) in enumerate(zip(self.leaves, self.bounds, strict=True))
+            f"d{i}": value - min(low - 1, 0)
+            for i, (value, (low, _)) in enumerate(zip(self.in_torch(), self.bounds, strict=True))
         }
-
-    @staticmethod
-    def _other(equal: int | str, values: list) -> Any:
-        return equal if isinstance(equal, int) else values[int(equal[1:])]
 
     def _constraints(self) -> Iterator[str]:
         # A JAX dimension variable is at least 1. A torch size may be 0: it is then written as d0 - 1.
@@ -94,12 +102,16 @@ class Sizes:
 
 def _with_guards(trace, sizes: Sizes, dtypes, attributes, known: dict, op: str, error: Exception) -> list:
     """The rule does not hold for all sizes: learn which equalities it needs, or else fix the sizes."""
-    values = sizes.torch_values()
-    equal = _needed_equalities(trace, sizes, dtypes, attributes, [v.node.hint for v in values.values()])
-    # Each == below becomes a guard of the graph, after which torch knows the two sizes to be one.
-    if equal and all(values[f"d{i}"] == _value(other, values) for i, other in equal.items()):
+    values = sizes.in_torch()
+    hints = [value.node.hint for value in values]
+    equal = _needed_equalities(trace, sizes, dtypes, attributes, hints)
+    for i, other in equal:
+        # Looked at as a bool, == becomes a guard of the graph, and torch then knows the two sizes to be one.
+        if not bool(values[i] == (other if isinstance(other, int) else values[other.leaf])):
+            raise AssertionError(f"{op}: {values[i]} was seen to equal {other}")
+    if equal:
         return infer(trace, sizes.shapes, dtypes, attributes, known, op)
-    if any(value.node.hint is None for value in values.values()):
+    if None in hints:
         raise RuntimeError(
             f"{op}: the output shape can't be worked out for sizes that depend on data; got {sizes.shapes}."
         ) from error
@@ -114,13 +126,10 @@ def _with_guards(trace, sizes: Sizes, dtypes, attributes, known: dict, op: str, 
     return outputs
 
 
-def _needed_equalities(trace, sizes: Sizes, dtypes, attributes, hints: list) -> dict[int, int | str]:
-    """A smallest set of equalities, true for the sizes at hand, under which the op traces. Empty: none does.
+def _needed_equalities(trace, sizes: Sizes, dtypes, attributes, hints: list) -> Equalities:
+    """A smallest set of equalities, true for the sizes at hand, under which the op traces. Empty: none does."""
 
-    A leaf may equal a size that is a plain number, or an earlier leaf.
-    """
-
-    def works(equal: dict[int, int | str]) -> bool:
+    def works(equal: Equalities) -> bool:
         try:
             trace(sizes.in_jax(equal), dtypes, attributes)
         except Exception:
@@ -128,21 +137,17 @@ def _needed_equalities(trace, sizes: Sizes, dtypes, attributes, hints: list) -> 
         return True
 
     numbers = {s for shape in sizes.shapes if shape is not None for s in shape if isinstance(s, int)}
-    equal: dict[int, int | str] = {}
+    needed: Equalities = []
     for i, hint in enumerate(hints):
-        if hint is None:
-            continue
-        if hint in numbers:
-            equal[i] = hint
-        elif hints.index(hint) < i:
-            equal[i] = f"d{hints.index(hint)}"
-    if not (equal and works(equal)):
-        return {}
-    for leaf in list(equal):
-        fewer = {i: other for i, other in equal.items() if i != leaf}
-        if fewer and works(fewer):
-            equal = fewer
-    return equal
+        if hint is not None:
+            needed += [(i, hint)] * (hint in numbers) + [(i, Leaf(j)) for j in range(i) if hints[j] == hint]
+    if not works(needed):
+        return []
+    for equality in list(needed):
+        fewer = [other for other in needed if other != equality]
+        if works(fewer):
+            needed = fewer
+    return needed
 
 
 def _leaves(expression: Any) -> Iterator[Any]:

@@ -32,7 +32,7 @@ class ExpertsSize:
 
 
 DEFAULT_WORKLOAD = "qwen3-30b-a3b"
-_SMALL = ExpertsSize(experts=16, hidden=256, intermediate=128, top_k=4)
+SMALL = ExpertsSize(experts=16, hidden=256, intermediate=128, top_k=4)
 
 _SLOW = ("torch.compile of grouped_mm", "jitted JAX, no Pallas")
 
@@ -47,7 +47,7 @@ def workloads(kernel: Any) -> dict[str, ExpertsSize]:
     except (ImportError, AttributeError):
         models = ()
     sizes = {m.name: ExpertsSize(m.experts, m.hidden, m.intermediate, m.top_k) for m in models}
-    return sizes | {"small": _SMALL}
+    return sizes | {"small": SMALL}
 
 
 def cases(
@@ -95,9 +95,8 @@ def experts_module(size: ExpertsSize, dtype: Any) -> Any:
     return module
 
 
-def _case(
-    kernel: Any, workload: str, size: ExpertsSize, module: Any, dtype: Any, tokens: int, everything: bool
-) -> Case:
+def routed_inputs(size: ExpertsSize, dtype: Any, tokens: int) -> tuple[Any, Any, Any]:
+    """Hidden states, and for each token its experts (all different, equally likely) and their weights."""
     import torch
 
     generator = torch.Generator().manual_seed(tokens)
@@ -105,10 +104,17 @@ def _case(
     scores = torch.rand(tokens, size.experts, generator=generator)
     index = scores.topk(size.top_k, dim=-1).indices
     weights = torch.softmax(torch.rand(tokens, size.top_k, generator=generator), dim=-1).to(dtype)
+    return hidden, index, weights
+
+
+def _case(
+    kernel: Any, workload: str, size: ExpertsSize, module: Any, dtype: Any, tokens: int, everything: bool
+) -> Case:
+
+    hidden, index, weights = arguments = routed_inputs(size, dtype, tokens)
     active = index.unique()
     used = [module.gate_up_proj[e] for e in active] + [module.down_proj[e] for e in active]
     moved = (*used, hidden, index, weights)
-    arguments = (hidden, index, weights)
     return Case(
         workload=f"mixture of experts, {workload}",
         sizes={"tokens": tokens, **vars(size), "active": len(active)},

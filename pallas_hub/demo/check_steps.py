@@ -58,19 +58,33 @@ def _norm_checks(demo: Demo, m: int = 64, n: int = 2048) -> Iterator[tuple[str, 
         upstream = torch.randn(m, n, generator=generator).to(dtype)
         (gradient,) = torch.autograd.grad(y, x, upstream)
         (exact_gradient,) = torch.autograd.grad(exact, wide, upstream.double())
-        name, tolerance = f"rms_norm ({m}, {n}) {str(dtype).removeprefix('torch.')}", tolerance_for(dtype, n)
+        name, tolerance = f"rms_norm ({m}, {n}) {_short(dtype)}", tolerance_for(dtype, n)
         yield name, y, exact.detach(), tolerance
         yield f"{name} gradient", gradient, exact_gradient, tolerance
 
 
 def _experts_checks(demo: Demo, tokens: int = 33) -> Iterator[tuple[str, Any, Any, float]]:
-    """(label, result, exact result, tolerance) of a small experts layer."""
+    """(label, result, exact result, tolerance) of a small experts layer and of its gradient for the hidden states."""
     import torch
 
+    from pallas_hub.bench.checks import tolerance_for
     from pallas_hub.bench.workloads import ragged_dot as workload
 
-    for dtype in ("float32", "bfloat16"):
-        (case,) = workload.cases(demo.kernels["ragged-dot"], "small", [dtype], [tokens])
-        ours = next(item for item in case.implementations if item.ours)
-        with torch.no_grad():
-            yield f"moe_experts ({tokens} tokens) {dtype}", ours.call(), case.exact(), case.tolerance
+    size = workload.SMALL
+    for dtype in (torch.float32, torch.bfloat16):
+        module = workload.experts_module(size, dtype)
+        hidden, index, weights = workload.routed_inputs(size, dtype, tokens)
+        hidden, wide = hidden.requires_grad_(), hidden.detach().double().requires_grad_()
+        arguments = (hidden, module.gate_up_proj, module.down_proj, index, weights)
+        y = demo.kernels["ragged-dot"].moe_experts(*arguments)
+        exact = workload.exact_experts(module, wide, index, weights)
+        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        (gradient,) = torch.autograd.grad(y, hidden, upstream)
+        (exact_gradient,) = torch.autograd.grad(exact, wide, upstream.double())
+        name, tolerance = f"moe_experts ({tokens} tokens) {_short(dtype)}", tolerance_for(dtype, size.hidden)
+        yield name, y, exact.detach(), tolerance
+        yield f"{name} gradient", gradient, exact_gradient, tolerance
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -70,6 +70,7 @@ def time_layer(demo: Demo, step: Step) -> None:
 
     about, kernel, results = machine.describe_machine(), demo.kernels["ragged-dot"], []
     for case in workload.cases(kernel, demo.workload, ["bfloat16"], demo.tokens):
+        demo.say(f"      {case.title}: checking and timing")
         for item in [item for item in case.implementations if item.memory_bytes > 2 * case.least_bytes]:
             # batched_mm copies the weights of every token's experts; at 64 tokens a single call takes a second or more.
             case.implementations.remove(item)
@@ -90,7 +91,9 @@ def _speeds(results: list[Any]) -> str:
         best = result.best_other(ours)
         if ours.timing and best:
             against = f"{result.speed(ours):.2f} x the best other ({best[0].name})"
-            parts.append(f"{result.case.sizes['tokens']} tokens: {against}, {result.share(ours):.0%} of the bandwidth")
+            tokens = result.case.sizes["tokens"]
+            share = f"{result.share(ours):.0%} of the bandwidth of a plain read"
+            parts.append(f"{tokens} token{'s' * (tokens > 1)}: {against}, {share}")
     return "; ".join(parts)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 NORM = "RMSNorm"
@@ -93,12 +93,12 @@ def path_of(kernel: Kernel, device: Any) -> str | None:
 
     if kernel.module is None:
         return None
-    probe = torch.empty(0, device=device)
+    somewhere = SimpleNamespace(device=torch.device(device))  # no tensor: allocating one would start the device
     for holder in (getattr(kernel.module, "op", None), kernel.module):
         for value in vars(holder).values() if holder is not None else ():
             path_for = getattr(value, "path_for", None)
             if callable(path_for) and not isinstance(value, type):
-                return str(path_for(probe))
+                return str(path_for(somewhere))
     return None
 
 

@@ -58,9 +58,10 @@ def kernelize(
 def explain(model: nn.Module) -> Report:
     """What each layer runs now, or why it runs its original code. Changes and loads nothing."""
     report = Report(model=type(model).__name__)
+    elsewhere = device_of(model) or torch.device("cpu")  # of layers without a weight
     for path, module in model.named_modules():
         if kind_of(module) is not None:
-            report.layers.append(_describe(path, module))
+            report.layers.append(_describe(path, module, device_of(module) or elsewhere))
     return report
 
 
@@ -77,7 +78,7 @@ def unkernelize(model: nn.Module) -> nn.Module:
     return model
 
 
-def _describe(path: str, module: nn.Module) -> LayerReport:
+def _describe(path: str, module: nn.Module, device: torch.device) -> LayerReport:
     original = type(module).__name__
     record = state.record_of(module)
     if record is None or record.kernel is None or not state.is_swapped(module):
@@ -91,7 +92,7 @@ def _describe(path: str, module: nn.Module) -> LayerReport:
         layer=record.layer,
         version=kernel.version,
         source=kernel.source,
-        runs=path_of(kernel, device_of(module) or "cpu"),
+        runs=path_of(kernel, device),
     )
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pallas_hub.registry.paths import Sources
 from pallas_hub.registry.publish import publish
+from pallas_hub.registry.record import record
 from pallas_hub.registry.server import running_hub
 
 KERNELS = ["rms-norm", "ragged-dot"]
@@ -17,10 +19,12 @@ COMMAND = Path(sys.executable).parent / "kernels"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A loopback Hub that holds both kernels."""
+    """A loopback Hub that holds both kernels as they are now, recorded in manifests of this test's own."""
+    sources = Sources(manifests=tmp_path_factory.mktemp("manifests"))
     with running_hub(tmp_path_factory.mktemp("store"), trusted=("pallas-hub",)) as running:
         for name in KERNELS:
-            publish(name, "pallas-hub", endpoint=running.url, token="test")
+            record(name, sources)
+            publish(name, "pallas-hub", endpoint=running.url, token="test", sources=sources)
         yield running
 
 

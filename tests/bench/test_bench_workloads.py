@@ -10,7 +10,7 @@ from pallas_hub.bench.runner import run_case
 from pallas_hub.bench.workloads import ragged_dot, rms_norm
 from pallas_hub.bench.workloads.streams import _as_words, streaming_copy, streaming_read
 
-SMALL = ragged_dot._SMALL
+SMALL = ragged_dot.SMALL
 
 
 def experts_stand_in(hidden, gate_up_proj, down_proj, index, weights):

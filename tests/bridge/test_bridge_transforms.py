@@ -194,8 +194,10 @@ def test_mistakes_in_a_rule_are_named():
     def double(x: jax.Array) -> jax.Array:
         return x * 2
 
-    with pytest.raises(ValueError, match=r"double: save must name .* out of \['x', 'outputs'\]; got \['y'\]"):
+    with pytest.raises(ValueError, match=r"double: save must list .* of \['x', 'outputs'\]; got \['y'\]"):
         jax_op("double", namespace=NAMESPACE, fn=double).set_backward(lambda *a: None, save=["y"])
+    with pytest.raises(ValueError, match=r"double_0: save must list .* of \['x', 'outputs'\]; got 'outputs'"):
+        jax_op("double_0", namespace=NAMESPACE, fn=double).set_backward(lambda *a: None, save="outputs")
 
     op = jax_op("double_1", namespace=NAMESPACE, fn=double)
     op.set_backward(lambda saved, needs, grad: saved.x * grad, save=[])
@@ -289,6 +291,39 @@ def test_sizes_that_must_be_equal_become_a_guard():
         x, y = torch.randn(n), torch.randn(n, 1)
         assert torch.equal(f(x, y), x + y[:, 0])
     assert len(graphs) <= 2
+
+
+@pytest.mark.parametrize("zero_allowed", [False, True])
+def test_a_fake_call_learns_only_the_equalities_that_it_needs(zero_allowed):
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    def symbolic(name, *shape):
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(shape))
+        return mode.from_tensor(torch.randn(shape), symbolic_context=context, source=ConstantSource(name))
+
+    env = ShapeEnv(duck_shape=False, specialize_zero_one=not zero_allowed)
+    mode = torch._subclasses.FakeTensorMode(shape_env=env)
+    x, w = symbolic("x", 4, 4), symbolic("w", 4, 3)
+    with mode:
+        before = [str(size) for size in (*x.shape, *w.shape)]
+        y = linear(x, w)
+    assert [str(size) for size in y.shape] == [before[0], before[3]]
+    (guard,) = (str(guard.expr) for guard in env.guards if "Eq" in str(guard.expr))
+    assert guard in (f"Eq({before[1]}, {before[2]})", f"Eq({before[2]}, {before[1]})")
+    assert [size.node.hint for size in y.shape] == [4, 3]
+
+
+def test_sizes_of_data_that_would_have_to_be_equal_are_refused():
+    def f(x, y):
+        return flat_sum(x[x > 0], y[y > 0])
+
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    try:
+        with pytest.raises(Exception, match="flat_sum: the output shape can't be worked out for sizes that depend on"):
+            torch.compile(f, fullgraph=True, backend="aot_eager")(torch.ones(3), torch.ones(3))
+    finally:
+        torch._dynamo.config.capture_dynamic_output_shape_ops = False
 
 
 def test_a_mistake_in_shapes_shows_numbers_also_when_compiled():

@@ -117,7 +117,7 @@ def a_demo(norm=right_norm, experts=right_experts, path="torch"):
 def test_right_kernels_pass_the_check():
     step = demo.Step("check")
     check_steps.check_kernels(a_demo(), step)
-    assert len(step.facts) == 6  # two dtypes of rms_norm and its gradient, two of moe_experts
+    assert len(step.facts) == 8  # rms_norm and moe_experts, value and gradient, in two dtypes
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,10 @@ def test_right_kernels_pass_the_check():
         {"norm": lambda x, weight, eps: right_norm(x, weight) * 1.1},
         {"norm": lambda x, weight, eps: right_norm(x.detach(), weight) + 0 * x},  # right value, gradient zero
         {"experts": lambda *arguments: right_experts(*arguments) * 1.1},
-        {"experts": lambda *arguments: torch.full_like(arguments[0], float("nan"))},
+        {"experts": lambda *arguments: right_experts(arguments[0].detach(), *arguments[1:]) + 0 * arguments[0]},
+        {"experts": lambda *arguments: torch.full_like(arguments[0], float("nan")) + 0 * arguments[0]},
     ],
-    ids=["norm", "gradient", "experts", "nan"],
+    ids=["norm", "norm-gradient", "experts", "experts-gradient", "nan"],
 )
 def test_a_wrong_kernel_fails_the_check(wrong):
     with pytest.raises(demo.StepFailed, match=r"error .* is above|result holds NaN"):

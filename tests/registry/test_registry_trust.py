@@ -108,7 +108,6 @@ def test_forged_metadata_around_released_files_is_refused(shelf: Shelf, hub_url:
 
 def test_a_tampered_cache_is_refused_before_any_code_runs(shelf: Shelf, hub_url: str, tmp_path: Path):
     shelf.publish()
-    load.hub.require_kernels()
     from pallas_hub.registry.verify import download
 
     variant = download(REPO, version=1) / "build/torch-cpu"

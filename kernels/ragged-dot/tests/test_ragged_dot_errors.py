@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a message is easier to compare in one line
 """What is refused, and in which words."""
 
 import pytest
@@ -8,7 +9,7 @@ X, W, SIZES = torch.ones(4, 3), torch.ones(2, 3, 5), torch.tensor([2, 2])
 
 
 @pytest.mark.parametrize(
-    "arguments, keywords, error, message",
+    ("arguments", "keywords", "error", "message"),
     [
         ((X[0], W, SIZES), {}, ValueError, r"ragged_dot: lhs must be \(m, k\); got \(3,\)\."),
         ((X, W[0], SIZES), {}, ValueError, r"ragged_dot: rhs must be \(g, k, n\); got \(3, 5\)\."),
@@ -49,7 +50,12 @@ X, W, SIZES = torch.ones(4, 3), torch.ones(2, 3, 5), torch.tensor([2, 2])
             TypeError,
             r"group_sizes is float32; supported: int32, int64\. Try group_sizes\.to\(torch\.int32\)\.",
         ),
-        ((X, W, torch.tensor([3, -1])), {}, ValueError, r"group_sizes must not be negative; got group_sizes\[1\] = -1\."),
+        (
+            (X, W, torch.tensor([3, -1])),
+            {},
+            ValueError,
+            r"group_sizes must not be negative; got group_sizes\[1\] = -1\.",
+        ),
         (
             (X[:3], W, torch.tensor([2, 4])),
             {},
@@ -77,13 +83,25 @@ def test_ragged_dot_refuses(arguments, keywords, error, message):
 
 
 @pytest.mark.parametrize(
-    "offs, error, message",
+    ("offs", "error", "message"),
     [
-        ([3, 2], ValueError, r"grouped_mm: offs must not decrease; got offs\[1\] = 2 after offs\[0\] = 3\..*use ragged_dot"),
+        (
+            [3, 2],
+            ValueError,
+            r"grouped_mm: offs must not decrease; got offs\[1\] = 2 after offs\[0\] = 3\..*use ragged_dot",
+        ),
         ([-1, 2], ValueError, r"grouped_mm: offs must not decrease; got offs\[0\] = -1 after 0\."),
         ([2, 9], ValueError, r"grouped_mm: offs must be at most m = 4, the rows of input; got offs\[1\] = 9\."),
-        ([2.0, 4.0], TypeError, r"grouped_mm: offs is float32; supported: int32, int64\. Try offs\.to\(torch\.int32\)\."),
-        ([2], ValueError, r"grouped_mm: offs must be \(g,\) = \(2,\) to match weight \(g, k, n\) = \(2, 3, 5\); got \(1,\)\."),
+        (
+            [2.0, 4.0],
+            TypeError,
+            r"grouped_mm: offs is float32; supported: int32, int64\. Try offs\.to\(torch\.int32\)\.",
+        ),
+        (
+            [2],
+            ValueError,
+            r"grouped_mm: offs must be \(g,\) = \(2,\) to match weight \(g, k, n\) = \(2, 3, 5\); got \(1,\)\.",
+        ),
     ],
     ids=str,
 )
@@ -102,7 +120,7 @@ LAYER = {
 
 
 @pytest.mark.parametrize(
-    "change, error, message",
+    ("change", "error", "message"),
     [
         ({"hidden_states": torch.ones(2, 2, 6)}, ValueError, r"hidden_states must be \(t, h\); got \(2, 2, 6\)\. Try \.flatten"),
         (
@@ -111,11 +129,11 @@ LAYER = {
             r"gate_up_proj must be \(e, 2 \* i, h\) = \(e, 2 \* i, 6\) to match hidden_states \(t, h\) = \(4, 6\); "
             r"got \(3, 6, 10\)\. Try transposed=True\.",
         ),
-        ({"gate_up_proj": torch.ones(3, 9, 6)}, ValueError, r"a gate and an up of one size, 2 \* i columns; got 9\."),
+        ({"gate_up_proj": torch.ones(3, 9, 6)}, ValueError, r"down_proj must be .* = \(3, 6, 9 / 2\) .*; got \(3, 6, 5\)\."),
         (
             {"down_proj": torch.ones(3, 5, 6)},
             ValueError,
-            r"down_proj must be \(e, h, i\) = \(3, 6, 5\) to match gate_up_proj .*; got \(3, 5, 6\)\.",
+            r"down_proj must be \(e, h, i\) = \(3, 6, 10 / 2\) to match gate_up_proj .*; got \(3, 5, 6\)\.",
         ),
         (
             {"down_proj": torch.ones(3, 6, 5).bfloat16()},

@@ -21,9 +21,13 @@ def test_gradients_equal_those_of_a_loop(case, dtype, transpose_rhs):
     upstream = torch.randn(case.m, case.n).to(dtype)
     sizes = torch.tensor(case.group_sizes, dtype=torch.int64)
     got = torch.autograd.grad(ragged_dot(lhs, rhs, sizes, transpose_rhs=transpose_rhs), (lhs, rhs), upstream)
-    wanted = torch.autograd.grad(
-        loop_over_groups(lhs, rhs, list(case.group_sizes), transpose_rhs), (lhs, rhs), upstream.double()
-    ) if case.g else (torch.zeros_like(lhs), torch.zeros_like(rhs))
+    wanted = (
+        torch.autograd.grad(
+            loop_over_groups(lhs, rhs, list(case.group_sizes), transpose_rhs), (lhs, rhs), upstream.double()
+        )
+        if case.g
+        else (torch.zeros_like(lhs), torch.zeros_like(rhs))
+    )
     assert_close(got[0], wanted[0], dtype, case.n)
     assert_close(got[1], wanted[1], dtype, case.m)
 
@@ -39,7 +43,8 @@ def test_a_group_without_rows_gets_exactly_zero(sizes, dtype):
     x, w = _leaf(16, 64, dtype=dtype), _leaf(4, 64, 32, dtype=dtype)
     _fill_freed_memory_with_nan(w.detach())
     ragged_dot(x, w, torch.tensor(sizes)).float().sum().backward()
-    assert torch.isfinite(w.grad).all() and w.grad.dtype == dtype
+    assert torch.isfinite(w.grad).all()
+    assert w.grad.dtype == dtype
     for group, size in enumerate(sizes):
         assert bool(w.grad[group].any()) == (size > 0)
     assert not x.grad[sum(sizes) :].any()
@@ -52,7 +57,8 @@ def test_large_uneven_groups():
     upstream = torch.randn(sum(sizes), 8)
     dx, dw = torch.autograd.grad(ragged_dot(x, w, torch.tensor(sizes)), (x, w), upstream)
     wanted = torch.autograd.grad(loop_over_groups(x, w, sizes), (x, w), upstream.double())
-    assert not dw[1].any() and not dw[4].any()
+    assert not dw[1].any()
+    assert not dw[4].any()
     assert_close(dx, wanted[0], torch.float32, 8)
     assert_close(dw, wanted[1], torch.float32, 2577)
 
@@ -76,7 +82,8 @@ def test_parameters_under_no_grad_and_inference_mode():
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
             got = ragged_dot(x, w, sizes)
-        assert torch.equal(got, wanted) and not got.requires_grad
+        assert torch.equal(got, wanted)
+        assert not got.requires_grad
 
 
 def test_gradcheck_first_and_second_order():

@@ -33,7 +33,9 @@ def test_45_tokens_of_128_experts():
     leaves, index, scores = _layer(45, 16, 8, 128, 8)
     grads = _assert_equals_loop(leaves, index, scores)
     unused = sorted(set(range(128)) - set(index.flatten().tolist()))
-    assert unused and not grads[1][unused].any() and not grads[2][unused].any()
+    assert unused
+    assert not grads[1][unused].any()
+    assert not grads[2][unused].any()
 
 
 @pytest.mark.parametrize("expert", [0, 5])
@@ -42,7 +44,7 @@ def test_all_tokens_to_one_expert(expert):
     _assert_equals_loop(leaves, torch.full_like(index, expert), scores)
 
 
-@pytest.mark.parametrize("t, top_k", [(1, 2), (7, 1), (7, 6), (0, 2)])
+@pytest.mark.parametrize(("t", "top_k"), [(1, 2), (7, 1), (7, 6), (0, 2)])
 def test_few_tokens_top_1_and_top_all(t, top_k):
     leaves, index, scores = _layer(max(t, 1), 8, 4, 6, top_k)
     if t:
@@ -82,7 +84,8 @@ def test_a_slot_without_an_expert_counts_for_nothing_whatever_its_weight():
     scores[4, 0] = float("nan")
     scores.requires_grad_()
     grads = _assert_equals_loop(leaves, index, scores)
-    assert not grads[3][4].any() and not grads[3][1, 2].any()
+    assert not grads[3][4].any()
+    assert not grads[3][1, 2].any()
     assert not grads[0][4].any()
     assert not moe_experts(*leaves, index, scores)[4].any()
 
@@ -96,13 +99,17 @@ def test_layouts_and_activations(activation, gate, transposed):
     x, first, second = torch.randn(t, h), torch.randn(e, width, h), torch.randn(e, h, i)
     first_bias, second_bias = torch.randn(e, width), torch.randn(e, h)
     scores, index = torch.rand(t, e).topk(2)
-    act = activation if callable(activation) else {
-        "silu": torch.nn.functional.silu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": torch.nn.GELU(approximate="tanh"),
-        "relu": torch.relu,
-        "relu2": lambda x: torch.relu(x) ** 2,
-    }[activation]
+    act = (
+        activation
+        if callable(activation)
+        else {
+            "silu": torch.nn.functional.silu,
+            "gelu": torch.nn.functional.gelu,
+            "gelu_tanh": torch.nn.GELU(approximate="tanh"),
+            "relu": torch.relu,
+            "relu2": lambda x: torch.relu(x) ** 2,
+        }[activation]
+    )
     wanted = torch.zeros(t, h)
     for token in range(t):
         for slot in range(2):
@@ -146,7 +153,7 @@ def _build_experts(path, dtype=torch.float32):
     module, name = path.split(".")
     modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     config_name, extra = EXPERTS[path]
-    config = getattr(transformers, config_name)() if hasattr(transformers, config_name) else getattr(modeling, config_name)()
+    config = getattr(transformers if hasattr(transformers, config_name) else modeling, config_name)()
     for key, value in {**SIZES, **extra}.items():
         if hasattr(config, key):
             setattr(config, key, value)

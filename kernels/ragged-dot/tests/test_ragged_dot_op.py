@@ -25,14 +25,16 @@ def _inputs(case, dtype, transpose_rhs=False):
 def test_equals_a_loop_over_groups(case, dtype, transpose_rhs):
     lhs, rhs, sizes = _inputs(case, dtype, transpose_rhs)
     got = ragged_dot(lhs, rhs, sizes, transpose_rhs=transpose_rhs)
-    assert got.shape == (case.m, case.n) and got.dtype == dtype and got.is_contiguous()
+    assert got.shape == (case.m, case.n)
+    assert got.dtype == dtype
+    assert got.is_contiguous()
     assert_close(got, loop_over_groups(lhs, rhs, list(case.group_sizes), transpose_rhs), dtype, case.k)
 
 
 # Row counts on both sides of every threshold in products.py, k on both sides of SHORT_K.
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["kn", "nk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("k, n", [(96, 64), (1088, 72), (1100, 36)])
+@pytest.mark.parametrize(("k", "n"), [(96, 64), (1088, 72), (1100, 36)])
 def test_every_way_to_multiply_gives_the_same(dtype, k, n, transpose_rhs):
     sizes = [1, 2, 3, 0, 4, 5, 7, 8, 12, 16, 17, 32, 33, 48, 1, 64, 130]
     torch.manual_seed(k)
@@ -65,13 +67,24 @@ def test_rows_of_no_group_are_zero_even_with_nan_there():
 
 
 @pytest.mark.parametrize("size_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("dtype, m, k, n", [(torch.float32, 6, 7, 5), (torch.bfloat16, 6, 1025, 512)])
+@pytest.mark.parametrize(("dtype", "m", "k", "n"), [(torch.float32, 6, 7, 5), (torch.bfloat16, 6, 1025, 512)])
 def test_unaligned_sizes_transposed_weights_and_both_integer_types(dtype, m, k, n, size_dtype):
     lhs, rhs = torch.randn(m, k).to(dtype), torch.randn(3, n, k).to(dtype)
     sizes = torch.tensor([1, 2, 3], dtype=size_dtype)
     wanted = loop_over_groups(lhs, rhs, [1, 2, 3], transpose_rhs=True)
     for got in (ragged_dot(lhs, rhs.transpose(1, 2), sizes), ragged_dot(lhs, rhs, sizes, transpose_rhs=True)):
         assert_close(got, wanted, dtype, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_not_contiguous(dtype):
+    sizes = [1, 2, 3, 4, 8, 12, 17]
+    for k in (64, 1088):
+        lhs = torch.randn(k, sum(sizes)).to(dtype).t()
+        for nk in (False, True):
+            rhs = torch.randn(len(sizes), *((16, k) if nk else (k, 16))).to(dtype)
+            got = ragged_dot(lhs, rhs, torch.tensor(sizes), transpose_rhs=nk)
+            assert_close(got, loop_over_groups(lhs, rhs, sizes, nk), dtype, k)
 
 
 def test_any_strides():
@@ -100,7 +113,7 @@ def test_grouped_mm_takes_what_torch_refuses():
     assert torch.equal(got[5], torch.zeros(5))
 
 
-@pytest.mark.parametrize("k, n", [(16, 24), (7, 5)])
+@pytest.mark.parametrize(("k", "n"), [(16, 24), (7, 5)])
 def test_opcheck_of_the_product(k, n):
     for dtype in (torch.float32, torch.bfloat16):
         lhs = torch.randn(6, k, dtype=dtype, requires_grad=True)

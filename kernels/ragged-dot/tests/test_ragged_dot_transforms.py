@@ -1,6 +1,11 @@
 """torch.compile, export, vmap, checkpointing and autocast on the CPU path, and that the bridge's Pallas path agrees."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import ragged_dot as ragged_dot_package
 import torch
 from ragged_dot import grouped_mm, moe_experts, ragged_dot
 from ragged_dot._bridge import use_path
@@ -36,11 +41,26 @@ def _assert_all_close(got, wanted):
         torch.testing.assert_close(one, other, **CLOSE)
 
 
+# torch's own inductor uses torch.jit.script_method while it loads.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_layer_is_one_graph_with_the_same_gradients(backend):
     arguments = _layer(32)
     compiled = torch.compile(moe_experts, fullgraph=True, backend=backend)
     _assert_all_close(_with_gradients(compiled, arguments), _with_gradients(moe_experts, arguments))
+
+
+def test_the_first_call_of_a_process_may_be_compiled():
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(ragged_dot_package.__file__).parents[1])!r}); "
+        "import torch, ragged_dot; f = lambda x, w, s: ragged_dot.ragged_dot(x, w, s).sum(); "
+        "x, w = torch.ones(4, 3, requires_grad=True), torch.ones(2, 3, 5, requires_grad=True); "
+        "s = torch.tensor([2, 1]); "
+        "torch.compile(f, fullgraph=True, backend='aot_eager')(x, w, s).backward(); "
+        "print(x.grad[:, 0].tolist(), w.grad[:, 0, 0].tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip() == "[5.0, 5.0, 5.0, 0.0] [2.0, 1.0]", done.stderr
 
 
 def test_dynamic_shapes_compile_at_most_twice():
@@ -135,13 +155,15 @@ def test_what_is_saved_does_not_depend_on_the_routing():
 
 
 def test_autocast_computes_in_its_dtype_and_keeps_float32_gradients():
-    x, w, sizes = torch.randn(6, 8, requires_grad=True), torch.randn(3, 8, 5, requires_grad=True), torch.tensor([2, 0, 3])
+    x, w = torch.randn(6, 8, requires_grad=True), torch.randn(3, 8, 5, requires_grad=True)
+    sizes = torch.tensor([2, 0, 3])
     with torch.autocast("cpu", torch.bfloat16):
         out = ragged_dot(x, w, sizes)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, ragged_dot(x.bfloat16(), w.bfloat16(), sizes))
     out.float().sum().backward()
-    assert x.grad.dtype == w.grad.dtype == torch.float32 and not w.grad[1].any()
+    assert x.grad.dtype == w.grad.dtype == torch.float32
+    assert not w.grad[1].any()
 
 
 def test_autocast_leaves_float64_alone():

@@ -39,7 +39,8 @@ def test_a_given_limit_is_kept_or_refused(part, n, limit):
     try:
         chosen = config.choose(4096, n, streams, limits=(limit * MIB,))
     except config.NoConfig:
-        assert n > 32_768 and limit == 16
+        assert n > 32_768
+        assert limit == 16
         return
     assert chosen.vmem_limit_bytes == limit * MIB
     assert config.vmem_bytes(chosen, n, streams) <= limit * MIB * 7 // 8
@@ -53,7 +54,7 @@ def test_model_widths_keep_rows_whole_under_the_smallest_limit(part, n):
         config.backward_streams(2, 2, residual=True),
     ):
         chosen = config.choose(4096, n, streams)
-        assert chosen.block_n == n and chosen.vmem_limit_bytes == 16 * MIB
+        assert (chosen.block_n, chosen.vmem_limit_bytes) == (n, 16 * MIB)
         assert chosen.block_m * n * 2 >= MIB // 2  # long DMAs
 
 

@@ -63,7 +63,8 @@ def assert_near(actual, expected, tol: float, scale: float = 1e-3):
     actual = np.asarray(actual).astype(np.float64)
     scale = max(scale, float(np.max(np.abs(expected), initial=0.0)))
     error = float(np.max(np.abs(actual - expected), initial=0.0))
-    assert np.isfinite(actual).all() and error <= tol * scale, f"error {error} > {tol} * {scale}"
+    assert np.isfinite(actual).all()
+    assert error <= tol * scale, f"error {error} > {tol} * {scale}"
 
 
 @SLOW
@@ -98,7 +99,7 @@ def test_backward_matches_float64(part, strict, m, n, dtype, order):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("m,n,block_n", [(9, 300, 128), (1, 256, 128)])
+@pytest.mark.parametrize(("m", "n", "block_n"), [(9, 300, 128), (1, 256, 128)])
 def test_cut_rows_match_whole_rows(part, strict, m, n, block_n, dtype):
     Config = part("config").Config
     x, weight, dy, residual = draw(3, m, n, dtype, dtype)
@@ -147,7 +148,8 @@ def test_empty(part, shape):
     x, weight = np.zeros(shape, np.float32), np.ones(shape[-1], np.float32)
     assert part("kernel").rms_norm_forward(x, weight, eps=EPS).shape == shape
     dx, dweight = part("kernel").rms_norm_backward(x, weight, x, eps=EPS)
-    assert dx.shape == shape and not np.asarray(dweight).any()
+    assert dx.shape == shape
+    assert not np.asarray(dweight).any()
 
 
 def test_scaling_x_leaves_result_unchanged(part):

@@ -51,7 +51,7 @@ def swapped(layer, cls):
 
 
 def assert_within_one_ulp(actual, expected):
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     a, b = actual.detach().float().numpy(), expected.detach().float().numpy()
     ulp = torch.finfo(expected.dtype).eps * np.maximum(np.abs(b), 1e-6)
     assert (np.abs(a - b) <= ulp).all()
@@ -106,7 +106,7 @@ def test_layers_pass_the_validator_of_the_kernels_library(rms_norm_kernel):
         if not isinstance(layer, torch.nn.RMSNorm):
             cls = getattr(rms_norm_kernel.layers, name)
             validate(check_cls=type(layer), cls=cls, repo="pallas-hub/rms-norm")
-            assert cls.can_torch_compile and cls.has_backward
+            assert (cls.can_torch_compile, cls.has_backward) == (True, True)
 
 
 def test_float16_range_and_epsilon(rms_norm_kernel, part):

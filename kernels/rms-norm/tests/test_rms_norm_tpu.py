@@ -18,7 +18,10 @@ from pallas_hub.bench.tpu_compile import TARGETS, compile_for_tpu  # noqa: E402
 
 EPS = 1e-6
 SHAPES = [
-    *((m, n, "bfloat16") for m, n in ((1, 1), (13, 129), (1, 2048), (64, 2048), (4096, 4096), (40, 65536), (9, 262144))),
+    *(
+        (m, n, "bfloat16")
+        for m, n in ((1, 1), (13, 129), (1, 2048), (64, 2048), (4096, 4096), (40, 65536), (9, 262144))
+    ),
     *((m, n, "float32") for m, n in ((7, 100), (8, 2048), (20, 512), (8, 200001))),
 ]
 DTYPES = ["bfloat16", "float32"]
@@ -109,8 +112,9 @@ def test_torch_tpu_takes_the_ops(rms_norm_kernel):
     """Fake tensors only: torch_tpu lowers the kernel for its shape rule; nothing is run."""
     pytest.importorskip("torch_tpu", reason="skipped: needs torch_tpu")
 
-
-    script = textwrap.dedent(TPU_SCRIPT).format(torch_ext=str(Path(rms_norm_kernel.__file__).parents[1]), name=rms_norm_kernel.__name__)
+    script = textwrap.dedent(TPU_SCRIPT).format(
+        torch_ext=str(Path(rms_norm_kernel.__file__).parents[1]), name=rms_norm_kernel.__name__
+    )
     environment = {
         **os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

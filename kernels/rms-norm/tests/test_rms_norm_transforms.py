@@ -59,6 +59,7 @@ def test_dynamic_lengths_compile_at_most_twice(rms_norm_kernel, part, path):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own, in inductor
 def test_inductor(rms_norm_kernel):
     weight, x = draw(48, seed=1), draw(5, 48)
     f = torch.compile(lambda x: rms_norm_kernel.rms_norm(x, weight, EPS, zero_centered=True), fullgraph=True)

@@ -58,6 +58,8 @@ def _float16_bits_to_float32(bits):
 def dot_in_float32(left, right, left_axes: tuple[int, ...], right_axes: tuple[int, ...]):
     """Contract two blocks in their common dtype, summed in float32; float32 blocks are not rounded to bfloat16."""
     dtype = jnp.promote_types(left.dtype, right.dtype)
+    if right_axes == (1,) and right.shape[0] == 1:
+        dtype = jnp.dtype(jnp.float32)  # Pallas lowers this product of narrow types to a broadcast it then rejects
     return jax.lax.dot_general(
         left.astype(dtype),
         right.astype(dtype),

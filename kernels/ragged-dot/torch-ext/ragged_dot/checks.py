@@ -70,22 +70,20 @@ def check_layer(op: str, tensors: dict[str, Tensor], gated: bool, transposed: bo
     if hidden_states.dim() != 2:
         raise ValueError(f"{op}: hidden_states must be (t, h); got {shape_text(hidden_states)}. Try .flatten(0, -2).")
     h = hidden_states.shape[1]
-    match = f"to match hidden_states (t, h) = {shape_text(hidden_states)}"
     if gate_up_proj.dim() != 3 or gate_up_proj.shape[1 if transposed else 2] != h:
         numbers = f"(e, {', '.join(str(h) if letter == 'h' else letter for letter in first)})"
         raise ValueError(
-            f"{op}: gate_up_proj must be (e, {', '.join(first)}) = {numbers} {match}; got {shape_text(gate_up_proj)}."
+            f"{op}: gate_up_proj must be (e, {', '.join(first)}) = {numbers} to match hidden_states (t, h) = "
+            f"{shape_text(hidden_states)}; got {shape_text(gate_up_proj)}."
             f"{_try_transposed(gate_up_proj, h, 2 if transposed else 1, transposed)}"
         )
     e, width = gate_up_proj.shape[0], gate_up_proj.shape[2 if transposed else 1]
-    if gated and width % 2:
-        raise ValueError(f"{op}: gate_up_proj must hold a gate and an up of one size, 2 * i columns; got {width}.")
-    i = width // 2 if gated else width
-    wanted = (e, i, h) if transposed else (e, h, i)
-    if tuple(down_proj.shape) != wanted:
+    i = down_proj.shape[1 if transposed else 2] if down_proj.dim() == 3 else -1
+    if tuple(down_proj.shape) != ((e, i, h) if transposed else (e, h, i)) or width != (2 * i if gated else i):
+        numbers = {"h": h, "i": f"{width} / 2" if gated else width}
         raise ValueError(
-            f"{op}: down_proj must be (e, {', '.join(second)}) = ({', '.join(map(str, wanted))}) to match gate_up_proj "
-            f"(e, {', '.join(first)}) = {shape_text(gate_up_proj)}; got {shape_text(down_proj)}."
+            f"{op}: down_proj must be (e, {', '.join(second)}) = ({e}, {', '.join(str(numbers[x]) for x in second)}) "
+            f"to match gate_up_proj (e, {', '.join(first)}) = {shape_text(gate_up_proj)}; got {shape_text(down_proj)}."
         )
     if autocast_dtype(hidden_states) is None:
         check_floats(op, tensors)

@@ -3,6 +3,7 @@
     out[i] = lhs[i] @ rhs[group of row i]        rows that belong to no group are zero
 
 Shapes   lhs (m, k), rhs (g, k, n) or (g, n, k) when transposed, group_sizes (g,) -> out (m, n)
+Dtypes   float32 (multiplied in full precision), bfloat16, float16 (read as bits, see blocks.py); summed in float32
 Grid     (cdiv(n, block_n), visits, cdiv(k, block_k)): a visit is one group on one row tile (visits.py); their number
          is known only at run time, and the grid is exactly that long. Groups without rows are never visited
 Edge     a tile shared by several groups stays in VMEM while they write to it, first to last: each keeps the rows

@@ -79,16 +79,17 @@ def moe_experts(
     # Rows of slots without an expert are zero, unless something was added to them.
     if down_bias is not None or output_norm is not None:
         x = torch.where((ids < experts).unsqueeze(-1), x, 0)
-    weights = torch.where(top_k_index < experts, top_k_weights, 0)  # such a slot must not count, even if its weight is NaN
+    # Their weights must not count either, not even as NaN.
+    weights = torch.where(top_k_index < experts, top_k_weights, 0)
     return _combine(x, order, weights).to(hidden_states.dtype)
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`moe_experts` for an experts module of Transformers, whatever its layout.
+    """`moe_experts` for an experts module of Transformers, whatever its layout. To use it in a model:
 
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-        ALL_EXPERTS_FUNCTIONS.register("pallas", experts_forward)
-        model.set_experts_implementation("pallas")
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    ALL_EXPERTS_FUNCTIONS.register("pallas", experts_forward)
+    model.set_experts_implementation("pallas")
     """
     first = "gate_up_proj" if self.has_gate else "up_proj"
     return moe_experts(
@@ -115,7 +116,9 @@ def _sort_by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, 
     return order, ids, counts[:experts]
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, group_sizes: Tensor, transposed: bool) -> Tensor:
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, group_sizes: Tensor, transposed: bool
+) -> Tensor:
     y = product(x, weight, group_sizes, not transposed)
     if bias is None:
         return y
@@ -144,12 +147,10 @@ def _combine(x: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 def _check_names(activation: str | Callable, gate: str | Callable | None) -> None:
     if not callable(activation) and activation not in ACTIVATIONS:
         raise ValueError(
-            f"moe_experts: activation must be a function or one of {', '.join(ACTIVATIONS)}; got \"{activation}\"."
+            f'moe_experts: activation must be a function or one of {", ".join(ACTIVATIONS)}; got "{activation}".'
         )
     if not callable(gate) and gate not in ("concatenated", "interleaved", None):
-        raise ValueError(
-            f'moe_experts: gate must be "concatenated", "interleaved", None or a function; got "{gate}".'
-        )
+        raise ValueError(f'moe_experts: gate must be "concatenated", "interleaved", None or a function; got "{gate}".')
 
 
 def _check(

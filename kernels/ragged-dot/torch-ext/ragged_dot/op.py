@@ -14,14 +14,14 @@ _product = jax_op(
     namespace=__package__,
     fn=Lazy(".kernel:ragged_dot_forward", __package__),
     torch_fn=cpu.ragged_dot,
-    shape_fn=Lazy(".reference:ragged_dot", __package__),
+    shape_fn=Lazy(".shapes:ragged_dot", __package__),
 )
 _weight_gradient = jax_op(
     "ragged_dot_weight_gradient",
     namespace=__package__,
     fn=Lazy(".kernel:ragged_dot_weight_gradient", __package__),
     torch_fn=cpu.ragged_dot_weight_gradient,
-    shape_fn=Lazy(".reference:ragged_dot_weight_gradient", __package__),
+    shape_fn=Lazy(".shapes:ragged_dot_weight_gradient", __package__),
 )
 
 
@@ -84,7 +84,9 @@ def _check_offsets(ends: list[int], m: int) -> None:
             )
         start = end
     if start > m:
-        raise ValueError(f"grouped_mm: offs must be at most m = {m}, the rows of input; got offs[{len(ends) - 1}] = {start}.")
+        raise ValueError(
+            f"grouped_mm: offs must be at most m = {m}, the rows of input; got offs[{len(ends) - 1}] = {start}."
+        )
 
 
 def _is_transposed_view(rhs: Tensor) -> bool:

@@ -50,7 +50,9 @@ def forward_streams(x_bytes: int, y_bytes: int, *, residual: bool) -> Streams:
 def backward_streams(x_bytes: int, y_bytes: int, *, residual: bool) -> Streams:
     """x, dy and dx, and with a residual the gradient of the sum; a cut row keeps x and dy."""
     extra = (x_bytes,) if residual else ()
-    return Streams(blocks=(x_bytes, y_bytes, x_bytes, *extra), row_scratch=(x_bytes, y_bytes), sums=True, tile_registers=1)
+    return Streams(
+        blocks=(x_bytes, y_bytes, x_bytes, *extra), row_scratch=(x_bytes, y_bytes), sums=True, tile_registers=1
+    )
 
 
 def choose(m: int, n: int, streams: Streams, *, limits: tuple[int, ...] = ()) -> Config:

@@ -41,9 +41,7 @@ def rms_norm_residual_forward(
     return _forward([x, residual], weight, order, config, interpret)
 
 
-def rms_norm_backward(
-    x, weight, dy, *, eps, zero_centered=False, float32_scale=False, config=None, interpret=False
-):
+def rms_norm_backward(x, weight, dy, *, eps, zero_centered=False, float32_scale=False, config=None, interpret=False):
     """(..., n), (n,), (..., n) -> dx (..., n), dweight (n,)."""
     order = Order(eps, zero_centered, zero_centered or float32_scale)
     return _backward([x, dy], weight, order, config, interpret)

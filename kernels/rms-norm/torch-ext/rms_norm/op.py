@@ -72,9 +72,7 @@ def _direct(device: str) -> bool:
     return device != "tpu" and not state.recorders and requested()[0] == "auto"
 
 
-def _normalize(
-    x: Tensor, weight: Tensor | None, eps: float | None, zero_centered: bool, float32_scale: bool
-) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor | None, eps: float | None, zero_centered: bool, float32_scale: bool) -> Tensor:
     n = x.shape[-1:]
     if x.dtype not in DTYPES or not n:
         _check(x, weight)

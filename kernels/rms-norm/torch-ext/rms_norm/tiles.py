@@ -89,9 +89,7 @@ def fold_chunks(n: int, step, carry):
         for index in range(count):
             carry = step(pl.ds(index * CHUNK, CHUNK), carry)
     else:
-        carry = jax.lax.fori_loop(
-            0, count, lambda i, c: step(pl.ds(pl.multiple_of(i * CHUNK, CHUNK), CHUNK), c), carry
-        )
+        carry = jax.lax.fori_loop(0, count, lambda i, c: step(pl.ds(pl.multiple_of(i * CHUNK, CHUNK), CHUNK), c), carry)
     return step(pl.ds(count * CHUNK, rest), carry) if rest else carry
 
 
