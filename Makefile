@@ -11,6 +11,8 @@ SHELL := bash
 PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3))
 PYTHON_NEWEST ?= $(firstword $(shell command -v python3.13 >/dev/null && python3.13 -c 'import sys; print(sys.executable)' 2>/dev/null) \
                    $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python))
+# Test files that need JAX but no torch.
+JAX_TESTS := $(wildcard kernels/*/tests/test_*_config.py kernels/*/tests/test_*_interpreted.py kernels/*/tests/test_*_tpu.py)
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
@@ -36,13 +38,14 @@ test-newest-jax:
 	@echo "not run: the tests with the newest JAX need Python 3.13 (set PYTHON_NEWEST)"
 else
 test-newest-jax: .venv-newest/ready
-	.venv-newest/bin/python -m pytest -c tests/newest_jax/pytest.ini tests/newest_jax
+	.venv-newest/bin/python -m pytest $(JAX_TESTS)
 endif
 
 check: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/pyrefly check
+	.venv/bin/pallas-hub build --check
 
 format: .venv/ready
 	.venv/bin/ruff check --fix .

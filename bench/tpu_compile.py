@@ -79,5 +79,6 @@ def compile_for_tpu(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     placed = jax.tree.map(on_target, args)
-    lowered = jax.jit(functools.partial(fn, **static)).trace(*placed).lower(lowering_platforms=("tpu",))
+    with jax.default_device(device):  # for code that asks jax which TPU it is traced for
+        lowered = jax.jit(functools.partial(fn, **static)).trace(*placed).lower(lowering_platforms=("tpu",))
     return lowered.compile(compiler_options=options or {})

@@ -15,7 +15,7 @@ from typing import Any
 from pallas_hub.registry import hub
 from pallas_hub.registry.api import Api, changes, read_api
 from pallas_hub.registry.build import repo_files
-from pallas_hub.registry.errors import ApiChanged, ManifestError, PublishError
+from pallas_hub.registry.errors import ApiChanged, HubUnavailable, ManifestError, PublishError
 from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
 from pallas_hub.registry.provenance import is_dirty
 from pallas_hub.registry.record import check_recorded, freeze
@@ -41,6 +41,7 @@ class Published:
     deleted: list[str] = field(default_factory=list)
     main_changed: list[str] = field(default_factory=list)
     released: bool = False
+    not_compared: str = ""  # why a dry run could not ask the Hub what it holds already
 
     @property
     def up_to_date(self) -> bool:
@@ -82,14 +83,15 @@ def publish(
             f"{name}: its sources have changes that are not committed, so no commit could tell users what they run. "
             "Commit them and publish again."
         )
+    try:
+        branches = _compare(client, done, files, api)
+    except HubUnavailable as error:
+        if not dry_run:
+            raise
+        done.added, done.not_compared = sorted(files), str(error)
+    if dry_run:
+        return done
     with _words(repo_id, client.endpoint):
-        branches = _branches(client, repo_id)
-        _compare(client, done, files, branches)
-        if done.branch in branches:
-            _refuse_api_change(client, done, api, branches[done.branch])
-        done.main_changed = _main_changes(client, repo_id, files, branches, source.version)
-        if dry_run:
-            return done
         if not branches:
             client.create_repo(repo_id, repo_type="kernel", private=private, exist_ok=True)
             branches = _branches(client, repo_id)
@@ -120,11 +122,18 @@ def _branches(client: Any, repo_id: str) -> dict[str, str]:
     return {branch.name: branch.target_commit for branch in refs.branches}
 
 
-def _compare(client: Any, done: Published, files: dict[str, bytes], branches: dict[str, str]) -> None:
-    there = _hashes(client, done.repo_id, branches.get(done.branch))
-    done.added = sorted(path for path in files if path not in there)
-    done.changed = sorted(path for path, data in files.items() if path in there and not _same(data, there[path]))
-    done.deleted = sorted(path for path in there if path not in files and path not in _FOREIGN)
+def _compare(client: Any, done: Published, files: dict[str, bytes], api: Api) -> dict[str, str]:
+    """Fill in what differs from what the Hub holds; return its branches."""
+    with _words(done.repo_id, client.endpoint):
+        branches = _branches(client, done.repo_id)
+        there = _hashes(client, done.repo_id, branches.get(done.branch))
+        done.added = sorted(path for path in files if path not in there)
+        done.changed = sorted(path for path, data in files.items() if path in there and not _same(data, there[path]))
+        done.deleted = sorted(path for path in there if path not in files and path not in _FOREIGN)
+        if done.branch in branches:
+            _refuse_api_change(client, done, api, branches[done.branch])
+        done.main_changed = _main_changes(client, done.repo_id, files, branches, done.version)
+    return branches
 
 
 def _hashes(client: Any, repo_id: str, commit: str | None) -> dict[str, str]:
@@ -263,7 +272,9 @@ def _words(repo_id: str, endpoint: str) -> Generator[None]:
         raise PublishError(f"{repo_id}: {endpoint} answered {status}: {said}. {kept}") from error
     except Exception as error:
         if hub.unreachable(error):
-            raise hub.unavailable(repo_id, error, extra=f"; nothing more was pushed. {kept}") from error
+            raise hub.unavailable(
+                repo_id, error, extra=f"; nothing more was pushed, {kept[0].lower()}{kept[1:-1]}"
+            ) from error
         raise
 
 

@@ -12,7 +12,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 _FILE = re.compile(r"^`(?P<path>kernels/[^`]+)`\n\n```\w+\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMANDS = re.compile(r"^```sh\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
-COPIED = ("bench", "kernels", "hub_manifests", "pallas_hub", "registry", "torch_bridge", "conftest.py", "pyproject.toml")
+COPIED = (
+    "bench",
+    "kernels",
+    "hub_manifests",
+    "pallas_hub",
+    "registry",
+    "torch_bridge",
+    "conftest.py",
+    "pyproject.toml",
+)
 
 
 @pytest.fixture
@@ -46,7 +55,9 @@ def test_the_steps_add_a_kernel(checkout):
 
 def _run(line: str, checkout: Path) -> str:
     """Run one line of the document with this interpreter and with the package of the copy."""
-    line = line.replace("python -m", f"{sys.executable} -m").replace("pallas-hub ", f"{sys.executable} -m pallas_hub ", 1)
+    line = line.replace("python -m", f"{sys.executable} -m").replace(
+        "pallas-hub ", f"{sys.executable} -m pallas_hub ", 1
+    )
     environment = os.environ | {"PYTHONPATH": str(checkout), "PALLAS_HUB_CACHE": str(checkout / "cache")}
     done = subprocess.run(line, shell=True, cwd=checkout, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"$ {line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -28,8 +28,11 @@ def test_first_snippet_prints_its_comment():
 
 def test_model_snippet_swaps_explains_and_undoes():
     torch.manual_seed(0)
-    names, printed = _run(SNIPPETS[1].replace("pallas_hub.unkernelize(model)", "swapped = model(ids).logits; #", 1).replace(
-        "import pallas_hub\n", "import pallas_hub, torch\nids = torch.arange(6).view(1, 6)\n", 1))
+    names, printed = _run(
+        SNIPPETS[1]
+        .replace("pallas_hub.unkernelize(model)", "swapped = model(ids).logits; #", 1)
+        .replace("import pallas_hub\n", "import pallas_hub, torch\nids = torch.arange(6).view(1, 6)\n", 1)
+    )
     import pallas_hub
 
     model = names["model"]
@@ -43,5 +46,7 @@ def test_model_snippet_swaps_explains_and_undoes():
 def test_every_command_in_the_table_exists():
     from pallas_hub.cli import COMMANDS
 
-    named = set(re.findall(r"`pallas-hub (\w+)", README)) | set(re.findall(r"`(download|verify|lock|info|publish)\b", README))
+    named = set(re.findall(r"`pallas-hub (\w+)", README)) | set(
+        re.findall(r"`(download|verify|lock|info|publish)\b", README)
+    )
     assert named <= set(COMMANDS)

@@ -25,7 +25,7 @@ TAGS = (torch.Tag.pt2_compliant_tag,)
 def jax_op(
     name: str,
     *,
-    namespace: str,
+    namespace: str | None,
     fn: Callable | Lazy,
     torch_fn: Callable | None = None,
     shape_fn: Callable | Lazy | None = None,
@@ -42,6 +42,8 @@ def jax_op(
                 Pallas kernel; such a one has no torch path, so an op with torch_fn rather calls set_backward
     signature   function whose annotations give the schema; default torch_fn, then fn
     """
+    if not namespace:
+        raise TypeError(f"{name}: namespace must be a name, such as __package__ inside a package; got {namespace!r}.")
     declared = signature or torch_fn or fn
     if isinstance(declared, Lazy):
         raise TypeError(f"{name}: fn is Lazy, so the schema must come from torch_fn or signature; got neither.")

@@ -85,6 +85,7 @@ def _hbm_bytes(type_text: str) -> int:
     for array in _ARRAY.finditer(type_text):
         if "S(" in (array["layout"] or ""):
             continue
-        width = _BITS.get(array["dtype"]) or next(iter(re.findall(r"\d+", array["dtype"])), 32)
-        total += math.prod(int(n) for n in array["shape"].split(",") if n) * int(width) // 8
+        digits = re.search(r"\d+", array["dtype"])
+        width = _BITS.get(array["dtype"]) or (int(digits[0]) if digits else 32)
+        total += math.prod(int(n) for n in array["shape"].split(",") if n) * width // 8
     return total

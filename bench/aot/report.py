@@ -220,11 +220,10 @@ def _kernel_report(code: dict[str, Any], counted: Traffic | None, hardware: Hard
     step = max(code["body"]["inner"], key=lambda loop: _total(loop, "bundles"), default=code["body"])
     bundles = _total(step, "bundles")
     slots = bundles * step["matmul_capacity"]
-    known = counted is not None and counted.counted
-    fill = _fill_bytes(counted) if known else 0
-    time_us = None
-    if known:
-        busy = max(hardware.bandwidth_us(counted.bytes), hardware.cycles_us(counted.steps * bundles))
+    nbytes, fill, time_us = None, 0, None
+    if counted is not None and counted.counted:
+        nbytes, fill = counted.bytes, _fill_bytes(counted)
+        busy = max(hardware.bandwidth_us(nbytes), hardware.cycles_us(counted.steps * bundles))
         time_us = busy + hardware.bandwidth_us(fill)
     return KernelReport(
         name=code["name"],
@@ -234,7 +233,7 @@ def _kernel_report(code: dict[str, Any], counted: Traffic | None, hardware: Hard
         spills=_total(step, "spills"),
         fills=_total(step, "fills"),
         steps=counted.steps if counted else None,
-        bytes=counted.bytes if known else None,
+        bytes=nbytes,
         fill_bytes=fill,
         time_us=time_us,
     )

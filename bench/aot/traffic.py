@@ -118,7 +118,7 @@ def _kernel_traffic(eqn: Any, inputs: Sequence[Any]) -> Traffic:
     tables = inputs[mapping.num_dynamic_grid_bounds :][: mapping.num_index_operands]
     if any(bound is None for bound in bounds):
         raise TrafficUnknown(f"{name}: the grid depends on an argument given as a shape only; give its values.")
-    grid = tuple(int(size) if isinstance(size, int) else int(bounds.pop(0)) for size in mapping.grid)
+    grid = tuple(size if isinstance(size, int) else int(bounds.pop(0)) for size in mapping.grid)
     steps = np.stack([axis.ravel() for axis in np.indices(grid)], axis=1).astype(np.int32)  # (steps, grid axes)
     operands = [_operand_traffic(name, block, steps, tables) for block in mapping.block_mappings]
     return Traffic(name, grid, tuple(operands[: mapping.num_inputs]), tuple(operands[mapping.num_inputs :]))

@@ -51,6 +51,8 @@ def _text(done: Published) -> str:
     for mark, paths in (("+", done.added), ("~", done.changed), ("-", done.deleted)):
         lines += [f"  {mark} {path}" for path in paths]
     lines += [f"  ~ {path} (on main)" for path in done.main_changed]
+    if done.not_compared:
+        lines.append(f"every file is listed, since it is not known what is there: {done.not_compared}")
     if done.commit:
         lines.append(f"commit {done.commit}")
     if done.released:

@@ -64,6 +64,7 @@ def _bytes_of(folder: Path) -> dict[str, bytes]:
 def load_kernels(demo: Demo, step: Step) -> None:
     """Load them as a user does, with the kernels library and with pallas_hub"""
     import kernels
+
     import pallas_hub
     from pallas_hub.registry.errors import NotTrusted
 

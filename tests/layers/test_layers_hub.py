@@ -36,9 +36,7 @@ def hub(tmp_path_factory) -> Iterator[Sources]:
         patch.setenv("HF_TOKEN", "any")
         patch.setenv("PALLAS_HUB_CACHE", str(home / "builds"))
         patch.setattr(constants, "ENDPOINT", server.url)
-        patch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
         patch.setenv("HF_ENDPOINT", server.url)
         patch.setattr(constants, "HF_HUB_CACHE", str(home / "cache"))
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -176,5 +174,5 @@ def test_kernel_config_refuses_the_device_cpu(hub):
 def test_nothing_in_this_file_reaches_another_hub(hub):
     from huggingface_hub import constants
 
-    assert constants.ENDPOINT == os.environ["HF_ENDPOINT"]
+    assert os.environ["HF_ENDPOINT"] == constants.ENDPOINT
     assert constants.ENDPOINT.startswith("http://127.0.0.1:")

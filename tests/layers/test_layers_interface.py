@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,16 +21,15 @@ def run(code: str) -> str:
     return result.stdout.strip()
 
 
+FOLDER = str(Path(__file__).parent)
 TABLE = "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as table; print('pallas' in table)"
 
 
 @pytest.mark.parametrize(
     "imports",
     [
-        "import pallas_hub, transformers",
-        "import transformers, pallas_hub",
-        "import transformers.integrations.moe, pallas_hub",
         "import pallas_hub; from transformers import Qwen3MoeForCausalLM",
+        "import transformers.integrations.moe, pallas_hub",
     ],
 )
 def test_the_name_is_there_in_whatever_order_things_are_imported(imports):
@@ -133,3 +133,33 @@ def test_another_kernel_gets_a_name_of_its_own(kernel):
     with torch.no_grad():
         model(ids())
     assert (len(kernel.calls), len(other.calls)) == (2, calls + 2)
+
+
+def test_without_a_hub_the_bundled_kernels_serve(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    model = tiny("qwen3_moe")
+    with torch.no_grad():
+        before = model(ids()).logits
+        report = pallas_hub.kernelize(model, verify=True)
+        torch.testing.assert_close(model(ids()).logits, before, rtol=1e-4, atol=1e-5)
+    assert {(layer.kernel, layer.version, layer.source) for layer in report} == {
+        ("pallas-hub/rms-norm", 1, "bundled"),
+        ("pallas-hub/ragged-dot", 1, "bundled"),
+    }
+    assert model.config._experts_implementation.startswith("pallas")
+
+
+def test_the_bundled_kernel_may_be_loaded_while_a_graph_is_traced():
+    code = """
+import torch, pallas_hub
+from layers_models import ids, tiny
+plain, model = tiny("mixtral"), tiny("mixtral", experts_implementation="pallas")
+with torch.no_grad():
+    compiled = torch.compile(model, fullgraph=True, backend="eager")(ids()).logits
+    torch.testing.assert_close(compiled, plain(ids()).logits, rtol=1e-4, atol=1e-5)
+print(torch.compiler.is_compiling())
+"""
+    assert run(f"import sys; sys.path.insert(0, {FOLDER!r})\n{code}") == "False"

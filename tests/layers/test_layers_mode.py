@@ -6,13 +6,13 @@ import logging
 
 import pytest
 import torch
+from kernels import Mode
 from layers_fakes import experts_kernel, fakes, norm_kernel
 from layers_models import ids, tiny
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import pallas_hub
-from kernels import Mode
 from pallas_hub.layers import place, repository
 
 

@@ -3,9 +3,9 @@
 import dataclasses
 from pathlib import Path
 
+import kernels
 import pytest
 
-import kernels
 from pallas_hub.registry.build import build
 from pallas_hub.registry.load import get_kernel, load_source, loaded_from
 from pallas_hub.registry.manifest import read_manifest

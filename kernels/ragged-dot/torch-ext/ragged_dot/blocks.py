@@ -29,7 +29,7 @@ def item_bytes(*arrays: jax.Array) -> int:
 
 def device_kind() -> str | None:
     """The kind of TPU this trace is for, such as "TPU v6 lite", or None when it is not known."""
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # pyrefly: ignore (made at run time)
     if device is None and jax.default_backend() == "tpu":
         device = jax.devices()[0]
     return getattr(device, "device_kind", None)

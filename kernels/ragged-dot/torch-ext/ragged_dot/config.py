@@ -43,7 +43,7 @@ def choose_config(
     cheap next to the weights, and smaller blocks start the pipeline sooner.
     Raises   ValueError: not even the smallest blocks fit the limit.
     """
-    # Compiled at 128 x 2048 x 1536, bfloat16: chunks of 256 take v6e from some 130 to 24 spills and 7x from 1522 to 1477
+    # Compiled at 128 x 2048 x 1536, bf16: chunks of 256 take v6e from some 130 to 24 spills and 7x from 1522 to 1477
     # bundles; v5e, with its smaller matrix units, takes 5681 bundles for the whole block and 5835 in chunks.
     chunk = 2**30 if device_kind in ("TPU v5 lite", "TPU v5") else 256
     for block_m in _row_blocks(m, g):

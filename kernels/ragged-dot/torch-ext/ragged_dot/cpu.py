@@ -19,41 +19,28 @@ def ragged_dot(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, transpose_rhs: boo
     """(m, k), (g, k, n) or (g, n, k), (g,) -> (m, n) in lhs.dtype; groups without rows are not read."""
     m, n = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     sizes = read_group_sizes(group_sizes, m)
+    choose = chooser(lhs, rhs, transpose_rhs)
+    ways = {group: choose(size) for group, size in enumerate(sizes) if size}
+    # In one call, unless most groups have a better way than that call's torch.mm.
+    if can_run_together(lhs, rhs) and 2 * list(ways.values()).count(None) > len(ways):
+        return _run_together(lhs, rhs, sizes, transpose_rhs)
     out = lhs.new_empty((m, n))
-    choose, together = chooser(lhs, rhs, transpose_rhs), can_run_together(lhs, rhs)
-    start, waiting = 0, []  # groups that one call of grouped_mm will do
-    for group, size in enumerate(sizes):
-        if not size:
-            continue
-        way = choose(size)
-        if way is None and together:
-            waiting.append((group, size))
-        else:
-            start = _run_together(out, lhs, rhs, waiting, start, transpose_rhs)
-            end = start + size
-            weight = rhs[group].to(lhs.dtype)  # a cast only under autocast
-            multiply_into(out[start:end], lhs[start:end], weight, transpose_rhs, way)
-            waiting, start = [], end
-    start = _run_together(out, lhs, rhs, waiting, start, transpose_rhs)
+    start = 0
+    for group, way in ways.items():
+        end = start + sizes[group]
+        weight = rhs[group].to(lhs.dtype)  # a cast only under autocast
+        multiply_into(out[start:end], lhs[start:end], weight, transpose_rhs, way)
+        start = end
     out[start:].zero_()
     return out
 
 
-def _run_together(out: Tensor, lhs: Tensor, rhs: Tensor, groups: list[tuple[int, int]], start: int, nk: bool) -> int:
-    """Rows from `start` on times the matrices of `groups`; returns the end of those rows."""
-    if not groups:
-        return start
-    first, last = groups[0][0], groups[-1][0]
-    sizes = dict(groups)
-    ends = list(itertools.accumulate(sizes.get(group, 0) for group in range(first, last + 1)))
-    rows = slice(start, start + ends[-1])
-    weights = rhs[first : last + 1]
-    if len(groups) == 1:
-        multiply_into(out[rows], lhs[rows], weights[0], nk, None)
-    else:
-        offs = torch.tensor(ends, dtype=torch.int32)
-        out[rows] = F.grouped_mm(lhs[rows], weights.transpose(1, 2) if nk else weights, offs=offs)
-    return rows.stop
+def _run_together(lhs: Tensor, rhs: Tensor, sizes: list[int], transpose_rhs: bool) -> Tensor:
+    ends = list(itertools.accumulate(sizes))
+    offs = torch.tensor(ends, dtype=torch.int32)
+    out = F.grouped_mm(lhs, rhs.transpose(1, 2) if transpose_rhs else rhs, offs=offs)
+    out[ends[-1] :].zero_()  # grouped_mm leaves what it finds there
+    return out
 
 
 def ragged_dot_weight_gradient(lhs: Tensor, grad: Tensor, group_sizes: Tensor, transpose: bool = False) -> Tensor:

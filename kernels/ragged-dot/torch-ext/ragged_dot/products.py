@@ -81,8 +81,6 @@ def _choose_bfloat16_nk(r: int, k: int) -> Way | None:
         return _two_rows  # 13 against 11: oneDNN's product of one row is slower than that of two
     if 12 <= r <= LANES and k > SHORT_K:
         return _convolve  # 9 against 7 for r = 16
-    if r in (2 * LANES, 3 * LANES, 4 * LANES):
-        return _weight_times_x  # 5.2 against 4.6 for r = 32
     return None
 
 

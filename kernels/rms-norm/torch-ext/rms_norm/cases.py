@@ -29,11 +29,13 @@ EDGE_CASES = (
 )
 
 MODEL_CASES = tuple(
-    Case(f"{model}-{tokens}{'-residual' if residual else ''}", tokens, n, **order, residual=residual)
-    for model, n, order in (
-        ("qwen3-30b-a3b", 2048, {}),
-        ("llama-3-8b", 4096, {}),
-        ("gemma-3-27b", 5376, {"zero_centered": True}),
+    Case(
+        f"{model}-{tokens}{'-residual' if residual else ''}", tokens, n, zero_centered=zero_centered, residual=residual
+    )
+    for model, n, zero_centered in (
+        ("qwen3-30b-a3b", 2048, False),
+        ("llama-3-8b", 4096, False),
+        ("gemma-3-27b", 5376, True),
     )
     for tokens in (1, 8, 64, 4096)
     for residual in (False, True)

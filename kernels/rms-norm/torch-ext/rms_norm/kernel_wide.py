@@ -10,6 +10,7 @@ nothing is copied. Columns past n (the last block may be partial) are set to zer
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,7 @@ def _cut(m: int, n: int, config: Config):
     return (row_blocks, 2, column_blocks), _Specs(config.block_m, config.block_n, row_blocks, column_blocks)
 
 
-def _params(config: Config, rows: str):
+def _params(config: Config, rows: Literal["parallel", "arbitrary"]):
     return pltpu.CompilerParams(
         dimension_semantics=(rows, "arbitrary", "arbitrary"), vmem_limit_bytes=config.vmem_limit_bytes
     )

@@ -1,4 +1,7 @@
-"""Layers for `kernels.kernelize`: a forward each, which borrows weight and epsilon from the layer it is put into."""
+"""Layers for `kernels.kernelize`: a forward each, which borrows weight and epsilon from the layer it is put into.
+
+Their attributes are those of that layer, which no type checker can know.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         eps = getattr(self, "variance_epsilon", None)
-        return rms_norm(hidden_states, self.weight, self.eps if eps is None else eps)
+        return rms_norm(hidden_states, self.weight, self.eps if eps is None else eps)  # pyrefly: ignore
 
 
 class RMSNormZeroCentered(nn.Module):
@@ -26,7 +29,7 @@ class RMSNormZeroCentered(nn.Module):
     has_backward = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, zero_centered=True)
+        return rms_norm(x, self.weight, self.eps, zero_centered=True)  # pyrefly: ignore
 
 
 class RMSNormFloat32Scale(nn.Module):
@@ -36,4 +39,4 @@ class RMSNormFloat32Scale(nn.Module):
     has_backward = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, getattr(self, "weight", None), self.eps, float32_scale=True)
+        return rms_norm(x, getattr(self, "weight", None), self.eps, float32_scale=True)  # pyrefly: ignore
