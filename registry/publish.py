@@ -83,6 +83,7 @@ def publish(
             f"{name}: its sources have changes that are not committed, so no commit could tell users what they run. "
             "Commit them and publish again."
         )
+    branches: dict[str, str] = {}
     try:
         branches = _compare(client, done, files, api)
     except HubUnavailable as error:
