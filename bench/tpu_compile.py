@@ -20,7 +20,7 @@ TARGETS: dict[str, str] = {
     "tpu7x": "tpu7x:2x2x1",
 }
 
-# libtpu asks a metadata server who it is unless told; it takes a machine-wide lock unless told that others may load it too.
+# libtpu asks a metadata server who it is unless told, and takes a machine-wide lock unless others may load it too.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",

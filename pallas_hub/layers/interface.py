@@ -53,7 +53,11 @@ def implementation_for(kernel: Kernel, *, default: bool) -> str:
         _enter(ALL_EXPERTS_FUNCTIONS)
         return NAME
     name = f"{NAME}:{kernel.repo_id}" + ("" if kernel.version is None else f"@{kernel.version}")
-    if _OTHERS.get(name) is not kernel.module:  # a new entry only for another kernel: compiled graphs hold the old one
+    taken, number = name, 1
+    while _OTHERS.get(name, kernel.module) is not kernel.module:  # same repo, other code: models may run that one
+        number += 1
+        name = f"{taken}#{number}"
+    if name not in _OTHERS:
         _OTHERS[name] = kernel.module
         ALL_EXPERTS_FUNCTIONS.register(name, _experts_function(lambda: kernel))
     return name

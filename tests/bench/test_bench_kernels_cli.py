@@ -28,6 +28,7 @@ def hub(tmp_path_factory):
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_benchmark_runs_and_verifies_every_workload(hub, name, tmp_path):
     environ = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}

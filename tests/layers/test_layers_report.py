@@ -81,7 +81,7 @@ def test_explain_prints_one_line_for_each_layer():
     assert isinstance(pallas_hub.explain(model), Report)
 
 
-def test_kernels_can_be_chosen_by_kind():
+def test_kernels_can_be_chosen_by_kind(fresh_pallas):
     model, kernels = tiny("qwen3_moe"), fakes()
     loaded = []
 

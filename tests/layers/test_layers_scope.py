@@ -125,6 +125,18 @@ def test_a_second_swap_takes_the_kernels_of_the_second_call(model):
     assert new["experts"].calls
 
 
+def test_two_models_may_run_two_kernels_of_one_name():
+    models, kernels = [tiny("mixtral"), tiny("mixtral")], [experts_kernel(), experts_kernel()]
+    for model, kernel in zip(models, kernels, strict=True):
+        pallas_hub.kernelize(model, kernels={"RMSNorm": None, "experts": kernel})
+    for model, kernel in zip(models, kernels, strict=True):
+        calls = [len(each.calls) for each in kernels]
+        with torch.no_grad():
+            model(ids())
+        added = [len(each.calls) - before for each, before in zip(kernels, calls, strict=True)]
+        assert added == [2 if each is kernel else 0 for each in kernels]
+
+
 def test_layers_stay_instances_of_their_class():
     model = tiny("llama")
     norm = model.model.norm
