@@ -1,76 +1,76 @@
 """Read what the TPU compiler wrote about a kernel's instruction bundles.
 
-A TPU core issues one VLIW bundle per cycle, so the number of bundles in a loop body is the number of cycles one
-iteration takes when nothing stalls. Two dump files of libtpu describe the same list of bundles:
+A TPU core issues one VLIW bundle per cycle, so the bundles that a grid step runs are the cycles it takes when nothing
+stalls. Two dump files of libtpu describe the same list of bundles:
 
     *-final_bundles.txt                              the bundles, with loop depth, labels and branches
     *-final_hlo-static-per-bundle-utilization.txt    one row per bundle: how many slots of each unit it uses
 
-and the kernel's first dump lists its VMEM allocations. All of it is static code: a loop's bundles are counted once,
-and waiting for copies is not in it.
+and the kernel's first dump lists its VMEM allocations. Three things turn static code into bundles per step:
+
+    loops        a bundle counts as often as the constant loops around it, inside the step, go round
+    either/or    of two branches under opposite conditions only the longer one counts
+    conditional  what else a branch may skip counts, and is also reported apart: first and last steps need some of it
+
+Waiting for copies is not in it.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pallas_hub.bench.aot.errors import DumpError
 
-_BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?P<label>[A-Z]{2})?\s*: (?P<depth>[> ]*)\{(?P<code>.*)")
+_BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?P<label>[A-Z]{2})?\s*: (?P<depth>[> ]*)\{(?P<code>.*)", re.DOTALL)
 _EXIT_TEST = re.compile(r"scmp\.\w+\.\w+\.totalorder %\w+, (?P<bound>\d+) /\* loop exit test \*/")
+_COMPARE = re.compile(r"%(?P<result>p\d+)_\w+ = scmp\.(?P<how>\w+)\.(?P<type>\w+)\.totalorder (?P<operands>%\w+, [%\w]+)")
+_BRANCH = re.compile(r"sbr\.rel \((?P<negated>!?)%(?P<predicate>p\d+)_\w+\) target = \$region(?P<target>\d+)")
 _VMEM = re.compile(r"#allocation\d+ \[shape = '[^']*', space=vmem, size = (?P<size>0x[0-9a-f]+)")
+_OPPOSITE = {"gt": "le", "le": "gt", "ge": "lt", "lt": "ge", "eq": "ne", "ne": "eq"}
+_DELAY_SLOTS = 4  # bundles after a branch that run whether or not it is taken
 
 
-@dataclass
-class Loop:
-    """A loop of the kernel: its own bundles, without those of loops inside it."""
+@dataclass(frozen=True)
+class Code:
+    """What one pass through a stretch of code issues."""
 
-    depth: int
-    bundles: int = 0
+    bundles: int
+    conditional: int = 0  # of these, bundles that a branch may skip
     matmul: int = 0  # matrix-unit slots used
-    matmul_capacity: int = 0  # slots there are in one bundle
-    valu: int = 0
-    spills: int = 0
-    fills: int = 0
-    bound: int | None = None  # the constant in the exit test, where there is one
-    inner: list[Loop] = field(default_factory=list)
-
-    def walk(self) -> Iterator[Loop]:
-        yield self
-        for loop in self.inner:
-            yield from loop.walk()
-
-    @property
-    def total_bundles(self) -> int:
-        """Bundles of one iteration, each inner loop counted once."""
-        return sum(loop.bundles for loop in self.walk())
-
-    @property
-    def total_spills(self) -> int:
-        return sum(loop.spills + loop.fills for loop in self.walk())
-
-    @property
-    def matmul_share(self) -> float:
-        """Share of the matrix units' slots that the iteration uses, each inner loop counted once."""
-        slots = self.total_bundles * self.matmul_capacity
-        return sum(loop.matmul for loop in self.walk()) / slots if slots else 0.0
+    matmul_slots: int = 0  # matrix-unit slots there are in these bundles
+    spills: int = 0  # vector registers stored to VMEM for want of registers
+    fills: int = 0  # and loaded back
+    unknown_loops: int = 0  # loops without a constant bound, counted as going round once
 
 
-@dataclass
+@dataclass(frozen=True)
 class KernelCode:
-    """One compiled Pallas kernel. `body` stands for the whole kernel; the grid loop is its longest inner loop."""
+    """One compiled Pallas kernel: a whole run of it, and one round of its outermost loop where it has one."""
 
     name: str
-    body: Loop
     vmem_bytes: int
+    whole: Code
+    step: Code | None
 
-    @property
-    def step(self) -> Loop:
-        """The loop over grid steps; a kernel with one grid step has none and is its own step."""
-        return max(self.body.inner, key=lambda loop: loop.total_bundles, default=self.body)
+
+@dataclass(eq=False)
+class _Loop:
+    bound: int | None = None
+
+
+@dataclass
+class _Bundle:
+    label: str | None
+    depth: int
+    code: str
+    used: dict[str, int] = field(default_factory=dict)
+    loops: tuple[_Loop, ...] = ()  # around it, outermost first
+
+
+_Region = tuple[int, int, str]  # first bundle, last bundle, the predicate under which a branch skips them
 
 
 def read_kernels(dump: Path) -> list[KernelCode]:
@@ -95,52 +95,136 @@ def _is_kernel(dump: Path, prefix: str) -> bool:
     return schedule is not None and 'custom_call_target="tpu_custom_call"' in schedule.read_text(errors="replace")
 
 
-def _read_kernel(dump: Path, prefix: str, bundles: Path, first: Path) -> KernelCode:
+def _read_kernel(dump: Path, prefix: str, path: Path, first: Path) -> KernelCode:
     table = next(iter(dump.glob(f"{prefix}-*-final_hlo-static-per-bundle-utilization.txt")), None)
     if table is None:
         raise DumpError(f"{prefix}: no per-bundle utilization file")
-    units, capacity, rows = _read_utilization(table)
-    lines = [match for line in bundles.read_text(errors="replace").splitlines() if (match := _BUNDLE.match(line))]
-    if len(lines) != len(rows):
-        raise DumpError(f"{prefix}: {len(lines)} bundles but {len(rows)} utilization rows")
+    capacity, rows = _read_utilization(table)
+    bundles = _read_bundles(path)
+    if len(bundles) != len(rows):
+        raise DumpError(f"{prefix}: {len(bundles)} bundles but {len(rows)} utilization rows")
+    for bundle, row in zip(bundles, rows, strict=True):
+        bundle.used = row
     vmem = sum(int(m["size"], 16) for m in _VMEM.finditer(first.read_text(errors="replace")))
-    body = _build_loops(lines, units, capacity, rows)
-    return KernelCode(name=prefix.split("-", 1)[1].rsplit(".", 1)[0], body=body, vmem_bytes=vmem)
+    whole, step = summarize(bundles, capacity["MATMUL"])
+    return KernelCode(prefix.split("-", 1)[1].rsplit(".", 1)[0], vmem, whole, step)
 
 
-def _read_utilization(path: Path) -> tuple[list[str], list[int], list[list[int]]]:
+def _read_bundles(path: Path) -> list[_Bundle]:
+    bundles: list[_Bundle] = []
+    for line in path.read_text(errors="replace").splitlines():
+        if (match := _BUNDLE.match(line)) is None:
+            if bundles:
+                bundles[-1].code += line  # comments may hold line breaks
+            continue
+        depth = match["depth"].count(">")
+        if match["code"].lstrip().startswith("}") and bundles:
+            depth = bundles[-1].depth  # empty bundles are printed without their depth
+        bundles.append(_Bundle(match["label"], depth, match["code"]))
+    return bundles
+
+
+def _read_utilization(path: Path) -> tuple[dict[str, int], list[dict[str, int]]]:
     lines = path.read_text().splitlines()
     units = [name.strip() for name in lines[1].split(",")]
-    missing = {"MATMUL", "VALU", "VLOAD:FILL", "VSTORE:SPILL"} - set(units)
+    missing = {"MATMUL", "VLOAD:FILL", "VSTORE:SPILL"} - set(units)
     if missing:
         raise DumpError(f"{path.name}: no column {', '.join(sorted(missing))}")
-    capacity = [int(n) for n in lines[2].split()]
-    rows = [[int(n) for n in line.split()] for line in lines[4:] if line.strip()]
-    return units, capacity, rows
+    capacity = dict(zip(units, (int(n) for n in lines[2].split()), strict=False))
+    rows = [dict(zip(units, map(int, line.split()), strict=False)) for line in lines[4:] if line.strip()]
+    return capacity, rows
 
 
-def _build_loops(lines: list[re.Match], units: list[str], capacity: list[int], rows: list[list[int]]) -> Loop:
-    column = {name: index for index, name in enumerate(units)}
-    slots = capacity[column["MATMUL"]]
-    stack = [Loop(depth=0, matmul_capacity=slots)]
-    for match, row in zip(lines, rows, strict=True):
-        depth = match["depth"].count(">")
-        if match["code"].lstrip().startswith("}"):
-            depth = stack[-1].depth  # empty bundles are printed without their depth
-        if match["label"] in ("LB", "LH"):
-            del stack[depth:]  # a new loop at this depth ends its neighbour
-        else:
-            del stack[depth + 1 :]
-        while len(stack) <= depth:
-            loop = Loop(depth=len(stack), matmul_capacity=slots)
-            stack[-1].inner.append(loop)
-            stack.append(loop)
-        loop = stack[-1]
-        loop.bundles += 1
-        loop.matmul += row[column["MATMUL"]]
-        loop.valu += row[column["VALU"]]
-        loop.spills += row[column["VSTORE:SPILL"]]
-        loop.fills += row[column["VLOAD:FILL"]]
-        if bound := _EXIT_TEST.search(match["code"]):
-            loop.bound = int(bound["bound"])
-    return stack[0]
+def summarize(bundles: list[_Bundle], matmul_capacity: int) -> tuple[Code, Code | None]:
+    """A whole run of the kernel, and one round of its grid loop: the outermost loop with the most bundles."""
+    _find_loops(bundles)
+    regions = _find_regions(bundles)
+    skipped = _skipped_arms(bundles, regions)
+    outermost = dict.fromkeys(bundle.loops[0] for bundle in bundles if bundle.loops)
+    whole = _count(bundles, None, set(), regions, skipped, matmul_capacity)
+    rounds = [_count(bundles, loop, {loop}, regions, skipped, matmul_capacity) for loop in outermost]
+    return whole, max(rounds, key=lambda code: code.bundles, default=None)
+
+
+def _find_loops(bundles: list[_Bundle]) -> None:
+    stack: list[_Loop] = []
+    left: dict[int, _Loop] = {}  # depth -> the loop last seen there
+    for bundle in bundles:
+        del stack[bundle.depth :]
+        if bundle.label in ("LB", "LH") and bundle.depth:
+            del stack[bundle.depth - 1 :]
+            left = {depth: loop for depth, loop in left.items() if depth < len(stack)}
+        while len(stack) < bundle.depth:
+            # Without a label it is the same loop: its last bundles are mixed with those that follow it.
+            stack.append(left.get(len(stack)) or _Loop())
+        left.update(enumerate(stack))
+        bundle.loops = tuple(stack)
+        if stack and (test := _EXIT_TEST.search(bundle.code)):
+            stack[-1].bound = int(test["bound"])
+
+
+def _find_regions(bundles: list[_Bundle]) -> list[_Region]:
+    """(first, last, predicate) of each stretch that a forward branch can skip."""
+    ends = {n: i for i, b in enumerate(bundles) for n in re.findall(r"Start/End empty region (\d+)", b.code)}
+    regions = []
+    for i, bundle in enumerate(bundles):
+        branch = _BRANCH.search(bundle.code)
+        end = ends.get(branch["target"], -1) if branch else -1
+        if branch and end > i:
+            regions.append((i + 1 + _DELAY_SLOTS, end - 1, branch["negated"] + branch["predicate"]))
+    return [region for region in regions if region[1] >= region[0]]
+
+
+def _skipped_arms(bundles: list[_Bundle], regions: list[_Region]) -> list[tuple[int, int]]:
+    """The shorter of each two neighbouring regions under opposite conditions: one step runs one of them."""
+    compares = {m["result"]: m for bundle in bundles for m in _COMPARE.finditer(bundle.code)}
+
+    def condition(predicate: str) -> tuple[str, str, str] | None:
+        if (compare := compares.get(predicate.lstrip("!"))) is None:
+            return None
+        how = _OPPOSITE.get(compare["how"], "") if predicate.startswith("!") else compare["how"]
+        return how, compare["type"], compare["operands"]
+
+    skipped = []
+    for one, other in zip(regions, regions[1:], strict=False):
+        a, b = condition(one[2]), condition(other[2])
+        if a and b and one[1] < other[0] and a[1:] == b[1:] and _OPPOSITE.get(a[0]) == b[0]:
+            shorter = min(one, other, key=lambda region: region[1] - region[0])
+            skipped.append(shorter[:2])
+    return skipped
+
+
+def _count(
+    bundles: list[_Bundle],
+    around: _Loop | None,
+    once: set[_Loop],
+    regions: list[_Region],
+    skipped: list[tuple[int, int]],
+    matmul_capacity: int,
+) -> Code:
+    """Issue counts of one round of the loop `around`, or of everything; the loops in `once` count as one round."""
+    weights = []
+    for bundle in bundles:
+        repeats = math.prod(loop.bound or 1 for loop in bundle.loops if loop not in once)
+        weights.append(repeats if around is None or around in bundle.loops else 0)
+    for start, end in skipped:
+        weights[start : end + 1] = [0] * (end + 1 - start)
+    total = sum(weights)
+    maybe: set[int] = set()
+    for start, end, _ in regions:
+        if sum(weights[start : end + 1]) * 2 < total:  # the longest part of a step is what the step is for
+            maybe.update(range(start, end + 1))
+    unbounded = {loop for bundle, w in zip(bundles, weights, strict=True) if w for loop in bundle.loops}
+
+    def used(unit: str) -> int:
+        return sum(w * bundle.used.get(unit, 0) for w, bundle in zip(weights, bundles, strict=True))
+
+    return Code(
+        bundles=total,
+        conditional=sum(weights[i] for i in maybe),
+        matmul=used("MATMUL"),
+        matmul_slots=total * matmul_capacity,
+        spills=used("VSTORE:SPILL"),
+        fills=used("VLOAD:FILL"),
+        unknown_loops=sum(loop.bound is None for loop in unbounded - once),
+    )

@@ -1,7 +1,10 @@
 """Programs as data: what a worker process is asked to compile.
 
-A program is either exported (traced and serialised by the parent, so any callable will do) or named (a function that
-has to be traced in the worker, because it asks JAX which TPU it runs on).
+    {"exported": FILE, "pieces": [FILE, ...]}            traced and serialised by the parent, so any callable will do
+    {"function": "file.py:name", "args": ["bf16[8,128]"], "static": {}}     imported and traced in the worker
+    {"kernel": NAME, "op": ..., "case": ..., "impl": ..., "blocks": ...}    one of `bench.aot.programs`, likewise
+
+The last two are traced for the target, so code that asks JAX which TPU it runs on gets the right answer.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ _DTYPES = {
     "f32": "float32",
     "f8e4m3fn": "float8_e4m3fn",
     "f8e5m2": "float8_e5m2",
-    "pred": "bool",
+    "pred": "bool_",
     "s8": "int8",
     "s32": "int32",
     "u8": "uint8",
@@ -31,22 +35,43 @@ _DTYPES = {
 }
 
 
-def parse_argument(text: str) -> Any:
-    """'bf16[512,2048]' -> jax.ShapeDtypeStruct((512, 2048), bfloat16).
+@dataclass(frozen=True)
+class Loaded:
+    """A program as a worker handles it. `counted` is the call whose traffic counts, None when the parent counts it."""
 
-    Raises   ValueError: not of that form, or an unknown dtype.
+    fn: Callable
+    shapes: list[Any]
+    counted: tuple[Callable, Sequence[Any]] | None
+    pieces: list[tuple[Callable, Sequence[Any]]] | None  # None: to be cut out of fn
+
+
+def parse_argument(text: str) -> Any:
+    """'bf16[512,2048]' -> jax.ShapeDtypeStruct((512, 2048), bfloat16); 'sizes.npy' -> the array in that file.
+
+    Raises   ValueError: not of that form, an unknown dtype, or no such file.
     """
     import jax
     import jax.numpy as jnp
 
+    if text.endswith(".npy"):
+        import numpy as np
+
+        if not Path(text).is_file():
+            raise ValueError(f"argument {text!r}: there is no such file.")
+        return np.load(text, allow_pickle=False)
     match = _ARGUMENT.match(text.strip())
     if match is None:
-        raise ValueError(f"argument {text!r}: write dtype[shape], for example bf16[512,2048] or s32[128].")
+        raise ValueError(
+            f"argument {text!r}: write dtype[shape], for example bf16[512,2048] or s32[128], or name a .npy file."
+        )
     name = _DTYPES.get(match["dtype"], match["dtype"])
-    if not hasattr(jnp, name):
-        raise ValueError(f"argument {text!r}: unknown dtype {match['dtype']!r}; try one of {', '.join(_DTYPES)}.")
+    try:
+        dtype = jnp.dtype(getattr(jnp, name))
+    except (AttributeError, TypeError):
+        known = ", ".join(_DTYPES)
+        raise ValueError(f"argument {text!r}: unknown dtype {match['dtype']!r}; try one of {known}.") from None
     shape = tuple(int(size) for size in match["shape"].split(",") if size.strip())
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(name))
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def find_function(name: str) -> Callable:
@@ -57,39 +82,69 @@ def find_function(name: str) -> Callable:
     place, _, attribute = name.rpartition(":")
     if not place:
         raise ValueError(f"{name!r}: write module:function or path/to/file.py:function.")
-    if place.endswith(".py"):
-        path = Path(place).resolve()
-        if not path.is_file():
-            raise ValueError(f"{name!r}: there is no file {path}.")
-        sys.path.insert(0, str(path.parent))  # so that the file finds its neighbours
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None:
-            raise ValueError(f"{name!r}: {path} can't be loaded as a Python module.")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    if not callable(getattr(module, attribute, None)):
+    module = _load_file(name, Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
+    function = getattr(module, attribute, None)
+    if not callable(function):
         raise ValueError(f"{name!r}: {place} has no function {attribute!r}.")
-    return getattr(module, attribute)
+    return function
 
 
-def export_program(fn: Callable, args: Sequence[Any], static: dict[str, Any]) -> bytes:
-    """Trace `fn(*args, **static)` for TPUs and serialise it; needs no TPU compiler."""
+def _load_file(name: str, path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"{name!r}: there is no file {path}.")
+    sys.path.insert(0, str(path.parent))  # so that the file finds its neighbours
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{name!r}: {path} can't be loaded as a Python module.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def export_program(fn: Callable, args: Sequence[Any], path: Path) -> str:
+    """Trace `fn(*args)` for TPUs and write it to `path`; needs no TPU compiler.
+
+    Raises   ImportError: no flatbuffers.
+    """
     import jax
 
-    traced = jax.export.export(jax.jit(functools.partial(fn, **static)), platforms=["tpu"])(*args)
-    return bytes(traced.serialize())
+    try:
+        import flatbuffers  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "compile_report: handing a function to the compiler's process needs flatbuffers; "
+            "try `pip install flatbuffers`."
+        ) from error
+    traced = jax.export.export(jax.jit(fn), platforms=["tpu"])(*args)
+    path.write_bytes(bytes(traced.serialize()))
+    return str(path)
 
 
-def load_program(program: dict[str, Any]) -> tuple[Callable, list[Any]]:
-    """The function and argument shapes a worker's job names."""
+def shapes_of(args: Sequence[Any]) -> list[Any]:
+    import jax
+
+    return [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arg) for arg in args]
+
+
+def load_program(program: dict[str, Any]) -> Loaded:
+    """The program that a worker's job names."""
     if "exported" in program:
-        import jax
+        fn, shapes = _load_exported(program["exported"])
+        return Loaded(fn, shapes, None, [_load_exported(piece) for piece in program["pieces"]])
+    if "kernel" in program:
+        from pallas_hub.bench.aot.programs import find_program
 
-        traced = jax.export.deserialize(bytearray(Path(program["exported"]).read_bytes()))
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
-        return traced.call, shapes
+        found = find_program(program)
+        counted = found.counted_as or (found.fn, found.args)
+        return Loaded(found.fn, shapes_of(found.args), counted, None)
     args = [parse_argument(text) for text in program["args"]]
-    return functools.partial(find_function(program["function"]), **program["static"]), args
+    fn = functools.partial(find_function(program["function"]), **program["static"])
+    return Loaded(fn, shapes_of(args), (fn, args), None)
+
+
+def _load_exported(path: str) -> tuple[Callable, list[Any]]:
+    import jax
+
+    traced = jax.export.deserialize(bytearray(Path(path).read_bytes()))
+    return traced.call, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]

@@ -11,8 +11,9 @@ uncounted instead of being left out silently.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,7 @@ class Traffic:
     grid: tuple[int, ...]
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
+    vmem_limit_bytes: int | None = None  # what the kernel asks for; None: the compiler's default
 
     @property
     def steps(self) -> int:
@@ -65,15 +67,33 @@ class Traffic:
     def counted(self) -> bool:
         return all(operand.counted for operand in (*self.inputs, *self.outputs))
 
+    @property
+    def fill_bytes(self) -> int:
+        """One block of every operand: what is copied before the first step and after the last."""
+        return sum(operand.bytes // max(operand.copies, 1) for operand in (*self.inputs, *self.outputs))
 
-def count_traffic(fn: Callable, args: Sequence[Any], **static: Any) -> list[Traffic]:
+    def as_numbers(self) -> dict[str, Any]:
+        """What the report needs, as JSON can hold it."""
+        return {
+            "kernel": self.kernel,
+            "steps": self.steps,
+            "bytes": self.bytes if self.counted else None,
+            "fill_bytes": self.fill_bytes,
+            "vmem_limit_bytes": self.vmem_limit_bytes,
+        }
+
+
+def count_traffic(fn: Callable, args: Sequence[Any], *, device: Any = None, **static: Any) -> list[Traffic]:
     """Traffic of every Pallas kernel that `fn(*args, **static)` runs, in order.
 
     Shapes   args are `jax.ShapeDtypeStruct` where only the shape matters and numpy arrays where index maps or the
              grid depend on the values (group sizes, page tables)
+    Device   the one that code asks for while it is traced; None: JAX's default
     Raises   TrafficUnknown: a grid or an index map depends on an argument given as a shape only.
     """
-    closed = jax.make_jaxpr(lambda *a: fn(*a, **static))(*(jax.tree.map(_shape_of, arg) for arg in args))
+    shapes = [jax.tree.map(_shape_of, arg) for arg in args]
+    with jax.default_device(device) if device is not None else contextlib.nullcontext():
+        closed = jax.make_jaxpr(lambda *a: fn(*a, **static))(*shapes)
     known = [leaf if isinstance(leaf, np.ndarray | np.generic) else None for leaf in jax.tree.leaves(args)]
     found: list[Traffic] = []
     _evaluate(closed.jaxpr, closed.consts, known, found)
@@ -121,7 +141,15 @@ def _kernel_traffic(eqn: Any, inputs: Sequence[Any]) -> Traffic:
     grid = tuple(size if isinstance(size, int) else int(bounds.pop(0)) for size in mapping.grid)
     steps = np.stack([axis.ravel() for axis in np.indices(grid)], axis=1).astype(np.int32)  # (steps, grid axes)
     operands = [_operand_traffic(name, block, steps, tables) for block in mapping.block_mappings]
-    return Traffic(name, grid, tuple(operands[: mapping.num_inputs]), tuple(operands[mapping.num_inputs :]))
+    inputs_outputs = tuple(operands[: mapping.num_inputs]), tuple(operands[mapping.num_inputs :])
+    return Traffic(name, grid, *inputs_outputs, _vmem_limit(eqn.params.get("compiler_params")))
+
+
+def _vmem_limit(params: Any) -> int | None:
+    """From the parameters of a pallas_call: an object, or in older releases one per platform."""
+    if isinstance(params, Mapping):
+        params = params.get("mosaic_tpu", params.get("mosaic", params))
+    return params.get("vmem_limit_bytes") if isinstance(params, Mapping) else getattr(params, "vmem_limit_bytes", None)
 
 
 def _operand_traffic(kernel: str, block: Any, steps: np.ndarray, tables: Sequence[Any]) -> Operand:

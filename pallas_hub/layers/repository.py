@@ -119,9 +119,10 @@ def needs_gradient(module: nn.Module, *inputs: torch.Tensor) -> bool:
 
 def eps_of(module: nn.Module) -> float:
     """The epsilon under whichever name the class keeps it. None is torch.nn.RMSNorm's word for float32's."""
-    for name in ("variance_epsilon", "eps", "epsilon"):
-        if hasattr(module, name):
-            eps = getattr(module, name)
+    values = module.__dict__  # not getattr: what it costs nn.Module to say no is a tenth of a small layer's time
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        if name in values:
+            eps = values[name]
             return torch.finfo(torch.float32).eps if eps is None else eps
     raise AttributeError(f"{type(module).__name__} has no variance_epsilon, eps or epsilon.")
 

@@ -96,7 +96,7 @@ def test_undo_leaves_every_instance_as_it_was(name):
     assert model.get_experts_implementation() == implementations
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "gpt_oss"])
 def test_compiles_to_one_graph(name):
     model = tiny(name)
     with torch.no_grad():
