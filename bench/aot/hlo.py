@@ -32,6 +32,7 @@ _FREE = {
     "copy-done",
     "async-start",
 }
+_SCALARS = 256  # bytes; an operation on less than that, and without an estimate, runs on the scalar core for nothing
 _BITS = {"pred": 8, "s4": 4, "u4": 4}
 
 
@@ -54,8 +55,8 @@ def read_operations(dump: Path) -> list[XlaOperation]:
     programs = sorted(dump.glob("*-TLP-hlo.txt"))
     cycles = _read_profile(dump / "profile")
     entry = _ENTRY.search(programs[-1].read_text(errors="replace")) if programs else None
-    if entry is None or not cycles:
-        raise DumpError(f"no {'program' if entry is None else 'profile'} in the compiler's dump")
+    if entry is None:
+        raise DumpError("no program in the compiler's dump")
     operations, sizes = [], {}
     for line in entry["body"].splitlines():
         match = _OPERATION.match(line)
@@ -67,7 +68,9 @@ def read_operations(dump: Path) -> list[XlaOperation]:
         operands = {name.strip().lstrip("%") for name in re.findall(r"%[\w.<>-]+", match["operands"])}
         moved = size + sum(sizes.get(name, 0) for name in operands)
         operations.append(XlaOperation(match["name"], match["opcode"], cycles.get(match["name"], 0), moved))
-    return operations
+    if not cycles and any(operation.hbm_bytes > _SCALARS for operation in operations):
+        raise DumpError("no profile in the compiler's dump")
+    return [operation for operation in operations if operation.cycles or operation.hbm_bytes > _SCALARS]
 
 
 def _read_profile(folder: Path) -> dict[str, int]:

@@ -25,7 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pallas_hub.bench.kernel_source import kernel_folder
+
 DEFAULT_TIMEOUT_S = 180.0
+
+
+# The files that decide what a worker answers; the report can change without a new compilation.
+_WORKER_FILES = ("bundles", "hlo", "jaxprs", "program", "surroundings", "traffic", "worker")
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,6 @@ class Job:
     program: dict[str, Any]
     options: dict[str, str | bool] = field(default_factory=dict)
     label: str = ""
-    dump: str = "bundles"  # or "profile": see bench.aot.worker
 
 
 def run_jobs(
@@ -48,6 +53,10 @@ def run_jobs(
     on_done: Any = None,
 ) -> list[dict[str, Any]]:
     """Results of `jobs`, in their order. Each is a dict with "status" and, by status, what else is known.
+
+    kernels       the code of each Pallas kernel, or dump_error
+    traffic       the traffic of each Pallas kernel, or traffic_reason; for exported programs the caller's to count
+    xla           the XLA operations around the kernels, or xla_reason
 
     `cache` is a folder (default: the user's cache folder); a result is found there again when program, target,
     options and the versions of jax and libtpu are the same. `on_done(job, result)` is called as each one ends.
@@ -97,18 +106,23 @@ def _store(entry: Path, result: dict[str, Any]) -> None:
 
 
 def _key(job: Job) -> str:
-    """Everything the result depends on. Named functions count with the text of their file."""
+    """Everything the result depends on. Named functions count with the text of the files around them."""
     program = dict(job.program)
     digest = hashlib.sha256()
-    if path := program.pop("exported", None):
-        digest.update(Path(path).read_bytes())
+    for path in [program.pop("exported", None), *program.pop("pieces", [])]:
+        digest.update(Path(path).read_bytes() if path else b"")
+    here = Path(__file__).parent
+    sources = [here / f"{name}.py" for name in _WORKER_FILES] + [here.parent / "tpu_compile.py"]
+    if "kernel" in program:
+        sources += [here / "programs.py", *sorted(here.glob("of_*.py"))]
+        sources += sorted(kernel_folder(program["kernel"]).glob("*.py"))
     elif (place := program.get("function", "").rpartition(":")[0]).endswith(".py"):
-        for source in sorted(Path(place).resolve().parent.glob("*.py")):
-            digest.update(source.read_bytes())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+        sources += sorted(Path(place).resolve().parent.glob("*.py"))
+    sources += [Path(arg) for arg in program.get("args", []) if arg.endswith(".npy")]
+    for source in sources:
         digest.update(source.read_bytes())
     versions = {name: _version(name) for name in ("jax", "jaxlib", "libtpu", "tokamax")}
-    digest.update(json.dumps([job.target, program, job.options, job.dump, versions], sort_keys=True).encode())
+    digest.update(json.dumps([job.target, program, job.options, versions], sort_keys=True).encode())
     return digest.hexdigest()
 
 
@@ -121,17 +135,26 @@ def _version(name: str) -> str | None:
 
 def _run_with_fallback(job: Job, timeout_s: float) -> dict[str, Any]:
     """When the process dies while it writes its dump, ask whether the program compiles at all."""
-    result = _run_worker(job, dump=job.dump, timeout_s=timeout_s)
+    result = _run_worker(job, dump="bundles", timeout_s=timeout_s)
     if result["status"] == "crashed":
         reason = f"the compiler's dump aborts: {result['reason']}"
         result = _run_worker(job, dump="nothing", timeout_s=timeout_s)
         if result["status"] == "compiled":
-            return result | {"status": "no estimate", "reason": reason}
+            result |= {"status": "no estimate", "reason": reason}
     if result["status"] == "refused":
         return result | {"reason": plain_reason(result["error"])}
     if "dump_error" in result:
-        return result | {"status": "no estimate", "reason": result["dump_error"]}
+        result |= {"status": "no estimate", "reason": result["dump_error"]}
+    if result["status"] in ("compiled", "no estimate"):
+        result |= _profile(job, timeout_s) if result.get("pieces") else {"xla": []}
     return result
+
+
+def _profile(job: Job, timeout_s: float) -> dict[str, Any]:
+    result = _run_worker(job, dump="profile", timeout_s=timeout_s)
+    if "xla" in result:
+        return {"xla": result["xla"]}
+    return {"xla_reason": result.get("reason") or result.get("dump_error") or plain_reason(result["error"])}
 
 
 def _run_worker(job: Job, *, dump: str, timeout_s: float) -> dict[str, Any]:
@@ -140,7 +163,7 @@ def _run_worker(job: Job, *, dump: str, timeout_s: float) -> dict[str, Any]:
         body = {"target": job.target, "program": job.program, "options": job.options, "dump": dump}
         job_path.write_text(json.dumps(body))
         command = [sys.executable, "-m", "pallas_hub.bench.aot.worker", str(job_path), str(result_path)]
-        environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": _python_path()}
+        environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": _python_path(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         environment.pop("LIBTPU_INIT_ARGS", None)
         try:
             done = subprocess.run(command, env=environment, capture_output=True, timeout=timeout_s)
@@ -164,12 +187,18 @@ def _python_path() -> str:
 
 
 def _last_words(code: int, stderr: str) -> str:
+    if "libtpu" in stderr and "LibtpuMissing" in stderr:
+        return _last_line(stderr).partition(": ")[2]
     if code == -9:
         return "the process was killed (out of memory?)"
     check = re.search(r"(?:Check failed|F\d{4}).*", stderr)
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    text = check.group(0) if check else (lines[-1] if lines else "no message")
+    text = check.group(0) if check else _last_line(stderr)
     return f"{'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}: {text[:200]}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no message"
 
 
 def plain_reason(error: str) -> str:
