@@ -17,6 +17,7 @@ Waiting for copies is not in it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, field
@@ -26,7 +27,9 @@ from pallas_hub.bench.aot.errors import DumpError
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?P<label>[A-Z]{2})?\s*: (?P<depth>[> ]*)\{(?P<code>.*)", re.DOTALL)
 _EXIT_TEST = re.compile(r"scmp\.\w+\.\w+\.totalorder %\w+, (?P<bound>\d+) /\* loop exit test \*/")
-_COMPARE = re.compile(r"%(?P<result>p\d+)_\w+ = scmp\.(?P<how>\w+)\.(?P<type>\w+)\.totalorder (?P<operands>%\w+, [%\w]+)")
+_COMPARE = re.compile(
+    r"%(?P<result>p\d+)_\w+ = scmp\.(?P<how>\w+)\.(?P<type>\w+)\.totalorder (?P<operands>%\w+, [%\w]+)"
+)
 _BRANCH = re.compile(r"sbr\.rel \((?P<negated>!?)%(?P<predicate>p\d+)_\w+\) target = \$region(?P<target>\d+)")
 _VMEM = re.compile(r"#allocation\d+ \[shape = '[^']*', space=vmem, size = (?P<size>0x[0-9a-f]+)")
 _OPPOSITE = {"gt": "le", "le": "gt", "ge": "lt", "lt": "ge", "eq": "ne", "ne": "eq"}
@@ -186,7 +189,7 @@ def _skipped_arms(bundles: list[_Bundle], regions: list[_Region]) -> list[tuple[
         return how, compare["type"], compare["operands"]
 
     skipped = []
-    for one, other in zip(regions, regions[1:], strict=False):
+    for one, other in itertools.pairwise(regions):
         a, b = condition(one[2]), condition(other[2])
         if a and b and one[1] < other[0] and a[1:] == b[1:] and _OPPOSITE.get(a[0]) == b[0]:
             shorter = min(one, other, key=lambda region: region[1] - region[0])

@@ -2,8 +2,8 @@
 
 The dump of the whole program (`*-TLP-hlo.txt`) names each operation of the entry computation; the static profile has
 the cycles the compiler expects for each. Those cycles ignore that operations share HBM, so an operation is modelled as
-the larger of its estimate and the time its operands and results need at the published bandwidth. Gaps between
-operations are not in it.
+the larger of its estimate and the time its operands and results need at the published bandwidth. An operation that
+reads part of an operand (a gather, a slice) is counted with all of it. Gaps between operations are not in it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _FREE = {
     "tuple",
     "get-tuple-element",
     "bitcast",
-    "copy-start",
     "copy-done",
-    "async-start",
 }
+# Between HBM and VMEM, beside other operations: they cost bandwidth only.
+_COPIES = {"copy-start", "slice-start", "async-start"}
 _SCALARS = 256  # bytes; an operation on less than that, and without an estimate, runs on the scalar core for nothing
 _BITS = {"pred": 8, "s4": 4, "u4": 4}
 
@@ -63,6 +63,9 @@ def read_operations(dump: Path) -> list[XlaOperation]:
         if match is None:
             continue
         sizes[match["name"]] = size = _hbm_bytes(match["type"])
+        if match["opcode"] in _COPIES:  # its type names both ends; what waits for it is the operation that uses it
+            operations.append(XlaOperation(match["name"], match["opcode"], 0, size))
+            continue
         if match["opcode"] in _FREE or 'custom_call_target="tpu_custom_call"' in line:
             continue
         operands = {name.strip().lstrip("%") for name in re.findall(r"%[\w.<>-]+", match["operands"])}

@@ -12,35 +12,39 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pallas_hub.bench.aot.hardware import HARDWARE, Hardware
-from pallas_hub.bench.aot.program import export_program
-from pallas_hub.bench.aot.runner import DEFAULT_TIMEOUT_S, Job, run_jobs
-from pallas_hub.bench.aot.surroundings import without_kernels
-from pallas_hub.bench.aot.traffic import Traffic, TrafficUnknown, count_traffic
+from pallas_hub.bench.aot.program import export_program, shapes_of
+from pallas_hub.bench.aot.runner import DEFAULT_TIMEOUT_S, Job, require_libtpu, run_jobs
+
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class KernelReport:
     """One Pallas kernel of a program.
 
-    compiled   vmem_bytes, step_bundles, matmul_share, spills, fills
-    counted    steps, bytes (None where the kernel makes its own copies)
-    modelled   time_us (None where bytes or steps are unknown)
+    compiled   vmem_bytes of vmem_limit_bytes; per grid step: step_bundles, of them conditional_bundles that a branch
+               may skip, matmul_share of the matrix units' slots, spills, fills
+    counted    steps, bytes, fill_bytes (None where the kernel makes its own copies)
+    modelled   time_us (None where bytes, steps or a loop's length are unknown)
     """
 
     name: str
     vmem_bytes: int
+    vmem_limit_bytes: int
     step_bundles: int
+    conditional_bundles: int
     matmul_share: float
     spills: int
     fills: int
     steps: int | None
     bytes: int | None
-    fill_bytes: int
+    fill_bytes: int | None
+    compute_us: float | None
     time_us: float | None
 
 
@@ -57,10 +61,11 @@ class Report:
     kernels: tuple[KernelReport, ...] = ()
     xla_us: float | None = None
     xla_operations: int = 0
+    xla_bytes: int | None = None
     least_bytes: int | None = None
     flops: int | None = None
     hbm_temporary_bytes: int | None = None
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[str, ...] = ()
 
     @property
     def hardware(self) -> Hardware:
@@ -68,24 +73,25 @@ class Report:
 
     @property
     def spills(self) -> int:
-        return sum(kernel.spills for kernel in self.kernels)
+        return sum(kernel.spills + kernel.fills for kernel in self.kernels)
 
     @property
     def bytes(self) -> int | None:
-        counts = [kernel.bytes for kernel in self.kernels]
-        return None if None in counts or not counts else sum(count for count in counts if count is not None)
+        """What the kernels move; of a program without kernels, what its XLA operations move."""
+        if not self.kernels:
+            return self.xla_bytes
+        return _sum(kernel.bytes for kernel in self.kernels)
 
     @property
     def kernel_us(self) -> float | None:
-        times = [kernel.time_us for kernel in self.kernels]
-        return None if None in times or not times else sum(time for time in times if time is not None)
+        return _sum(kernel.time_us for kernel in self.kernels) if self.kernels else None
 
     @property
     def time_us(self) -> float | None:
         """Kernels and the XLA operations around them, one after the other."""
-        if self.kernel_us is None:
-            return self.xla_us if not self.kernels else None
-        return self.kernel_us + (self.xla_us or 0.0)
+        if not self.kernels:
+            return self.xla_us if self.status == "compiled" else None
+        return None if self.kernel_us is None or self.xla_us is None else self.kernel_us + self.xla_us
 
     @property
     def roofline_us(self) -> float | None:
@@ -101,6 +107,16 @@ class Report:
             return None
         return self.roofline_us / self.time_us
 
+    def as_numbers(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        derived = ("bytes", "kernel_us", "time_us", "roofline_us", "roofline_share")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+def _sum(values: Any) -> Any:
+    values = list(values)
+    return None if None in values else sum(values)
+
 
 def compile_report(
     fn: Callable,
@@ -112,6 +128,7 @@ def compile_report(
     flops: int | None = None,
     options: dict[str, str | bool] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    workers: int | None = None,
     cache: Path | None = None,
     **static: Any,
 ) -> Any:
@@ -121,67 +138,56 @@ def compile_report(
              the traffic depends on the values, such as group sizes
     Units    least_bytes in bytes, flops in floating-point operations: for the roofline
     Returns  a Report; a list of them, in order, when `target` is a sequence
-    Raises   what tracing `fn` raises; ValueError: unknown target. What the TPU compiler refuses is in the report.
+    Raises   what tracing `fn` raises; ValueError: unknown target; ImportError: no libtpu or flatbuffers.
+             What the TPU compiler refuses is in the report.
     """
+    from pallas_hub.bench.aot.surroundings import split_at_kernels
+    from pallas_hub.bench.aot.traffic import TrafficUnknown, count_traffic
+
+    require_libtpu()
     targets = [target] if isinstance(target, str) else list(target)
-    for name in targets:
-        if name not in HARDWARE:
-            raise ValueError(f"compile_report: target must be one of {', '.join(HARDWARE)}; got {name!r}.")
-    notes, traffic = [], None
+    check_targets(targets)
+    program, shapes = functools.partial(fn, **static), shapes_of(args)
+    counted: dict[str, Any] = {}
     try:
-        traffic = count_traffic(fn, args, **static)
+        counted["traffic"] = [traffic.as_numbers() for traffic in count_traffic(program, args)]
     except TrafficUnknown as error:
-        notes.append(str(error))
-    shapes = _shapes(args)
-    program = functools.partial(fn, **static)
-    around = without_kernels(program, shapes)
+        counted["traffic_reason"] = str(error)
     with tempfile.TemporaryDirectory(prefix="pallas-hub-aot-") as folder:
-        jobs = _jobs(Path(folder, "program"), program, shapes, targets, options, label, "bundles")
-        if around is not None:
-            jobs += _jobs(Path(folder, "around"), around, shapes, targets, options, label, "profile")
-        results = run_jobs(jobs, timeout_s=timeout_s, cache=cache)
-    arounds = results[len(targets) :] or [{"status": "compiled", "xla": []}] * len(targets)
+        pieces = [
+            export_program(piece.fn, piece.args, Path(folder, f"piece{i}"))
+            for i, piece in enumerate(split_at_kernels(program, shapes))
+        ]
+        named = {"exported": export_program(program, shapes, Path(folder, "program")), "pieces": pieces}
+        jobs = [Job(name, named, options or {}, label) for name in targets]
+        results = run_jobs(jobs, timeout_s=timeout_s, workers=workers, cache=cache)
     reports = [
-        build_report(job, result, xla, traffic, least_bytes=least_bytes, flops=flops, notes=notes)
-        for job, result, xla in zip(jobs[: len(targets)], results, arounds, strict=False)
+        build_report(job, result | counted, least_bytes=least_bytes, flops=flops)
+        for job, result in zip(jobs, results, strict=True)
     ]
     return reports[0] if isinstance(target, str) else reports
 
 
-def _jobs(
-    path: Path,
-    fn: Callable,
-    shapes: Sequence[Any],
-    targets: Sequence[str],
-    options: Any,
-    label: str,
-    dump: str,
-) -> list[Job]:
-    path.write_bytes(export_program(fn, shapes, {}))
-    return [Job(target, {"exported": str(path)}, options or {}, label, dump) for target in targets]
-
-
-def _shapes(args: Sequence[Any]) -> list[Any]:
-    import jax
-
-    return [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arg) for arg in args]
+def check_targets(targets: Sequence[str]) -> None:
+    for name in targets:
+        if name not in HARDWARE:
+            raise ValueError(f"compile_report: target must be one of {', '.join(HARDWARE)}; got {name!r}.")
 
 
 def build_report(
     job: Job,
     result: dict[str, Any],
-    around: dict[str, Any],
-    traffic: Sequence[Traffic] | None,
     *,
     least_bytes: int | None = None,
     flops: int | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """Put the workers' answers (the program, the program around the kernels) and the counted traffic together."""
+    """Put the worker's answer and the counted traffic together."""
     hardware = HARDWARE[job.target]
-    operations = around.get("xla")
-    if operations is None:
-        notes = [*notes, f"no estimate of the XLA operations: {around.get('reason', around['status'])}"]
+    operations = result.get("xla")
+    notes = [*notes, *(result[key] for key in ("traffic_reason",) if key in result)]
+    if operations is None and "xla_reason" in result:
+        notes.append(f"no estimate of the XLA operations: {result['xla_reason']}")
     return Report(
         label=job.label,
         target=job.target,
@@ -189,9 +195,10 @@ def build_report(
         reason=result.get("reason", ""),
         compile_seconds=result.get("seconds"),
         cached=result.get("cached", False),
-        kernels=tuple(_match(result.get("kernels", []), list(traffic or []), hardware)),
+        kernels=tuple(_match(result.get("kernels", []), result.get("traffic", []), job)),
         xla_us=None if operations is None else sum(_operation_us(operation, hardware) for operation in operations),
         xla_operations=len(operations or []),
+        xla_bytes=None if operations is None else sum(operation["hbm_bytes"] for operation in operations),
         least_bytes=least_bytes,
         flops=flops,
         hbm_temporary_bytes=result.get("hbm_temporary_bytes"),
@@ -203,46 +210,43 @@ def _operation_us(operation: dict[str, Any], hardware: Hardware) -> float:
     return max(hardware.cycles_us(operation["cycles"]), hardware.bandwidth_us(operation["hbm_bytes"]))
 
 
-def _match(codes: list[dict[str, Any]], traffic: list[Traffic], hardware: Hardware) -> list[KernelReport]:
+def _match(codes: list[dict[str, Any]], traffic: list[dict[str, Any]], job: Job) -> list[KernelReport]:
     """Pair what was compiled with what was counted. The compiler compiles equal kernels once, so names decide."""
     by_name = {code["name"]: code for code in codes}
     if not traffic:
-        return [_kernel_report(code, None, hardware) for code in codes]
+        return [_kernel_report(code, {}, job) for code in codes]
     reports = []
     for index, counted in enumerate(traffic):
-        code = by_name.get(counted.kernel) or (codes[index] if index < len(codes) else None)
+        code = by_name.get(counted["kernel"]) or (codes[index] if index < len(codes) else None)
         if code is not None:
-            reports.append(_kernel_report(code, counted, hardware))
+            reports.append(_kernel_report(code, counted, job))
     return reports
 
 
-def _kernel_report(code: dict[str, Any], counted: Traffic | None, hardware: Hardware) -> KernelReport:
-    step = max(code["body"]["inner"], key=lambda loop: _total(loop, "bundles"), default=code["body"])
-    bundles = _total(step, "bundles")
-    slots = bundles * step["matmul_capacity"]
-    nbytes, fill, time_us = None, 0, None
-    if counted is not None and counted.counted:
-        nbytes, fill = counted.bytes, _fill_bytes(counted)
-        busy = max(hardware.bandwidth_us(nbytes), hardware.cycles_us(counted.steps * bundles))
-        time_us = busy + hardware.bandwidth_us(fill)
+def _kernel_report(code: dict[str, Any], counted: dict[str, Any], job: Job) -> KernelReport:
+    hardware = HARDWARE[job.target]
+    steps, nbytes, fill = counted.get("steps"), counted.get("bytes"), counted.get("fill_bytes")
+    # A grid of one step leaves no loop; loops that are there belong to the kernel's body.
+    step = code["whole"] if steps == 1 or code["step"] is None else code["step"]
+    compute_us, time_us = None, None
+    if steps is not None and not step["unknown_loops"]:
+        compute_us = hardware.cycles_us(steps * step["bundles"])
+        if nbytes is not None:
+            time_us = max(hardware.bandwidth_us(nbytes), compute_us) + hardware.bandwidth_us(fill or 0)
+    option = job.options.get("xla_tpu_scoped_vmem_limit_kib")
+    default = int(option) * 1024 if option else hardware.default_scoped_vmem_mib * MIB
     return KernelReport(
         name=code["name"],
         vmem_bytes=code["vmem_bytes"],
-        step_bundles=bundles,
-        matmul_share=_total(step, "matmul") / slots if slots else 0.0,
-        spills=_total(step, "spills"),
-        fills=_total(step, "fills"),
-        steps=counted.steps if counted else None,
+        vmem_limit_bytes=counted.get("vmem_limit_bytes") or default,
+        step_bundles=step["bundles"],
+        conditional_bundles=step["conditional"],
+        matmul_share=step["matmul"] / step["matmul_slots"] if step["matmul_slots"] else 0.0,
+        spills=step["spills"],
+        fills=step["fills"],
+        steps=steps,
         bytes=nbytes,
         fill_bytes=fill,
+        compute_us=compute_us,
         time_us=time_us,
     )
-
-
-def _total(loop: dict[str, Any], what: str) -> int:
-    return loop[what] + sum(_total(inner, what) for inner in loop["inner"])
-
-
-def _fill_bytes(counted: Traffic) -> int:
-    """Bytes of one block of every operand: what is copied before the first step and after the last."""
-    return sum(operand.bytes // max(operand.copies, 1) for operand in (*counted.inputs, *counted.outputs))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -73,6 +74,17 @@ def run_jobs(
         return list(pool.map(run, jobs))
 
 
+def require_libtpu() -> None:
+    """Raises   LibtpuMissing: the TPU compiler is not installed; the message says how."""
+    from pallas_hub.bench.tpu_compile import LibtpuMissing
+
+    if importlib.util.find_spec("libtpu") is None:
+        raise LibtpuMissing(
+            "the TPU compiler is in libtpu, which is not installed (Linux x86-64 only); "
+            "try `pip install 'pallas-hub[aot]'` or `pip install libtpu`."
+        )
+
+
 def cache_folder() -> Path:
     root = os.environ.get("PALLAS_HUB_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pallas-hub"
@@ -87,10 +99,8 @@ def _run_cached(job: Job, cache: Path, timeout_s: float) -> dict[str, Any]:
     except (OSError, ValueError):
         pass  # not there, or not readable as JSON: compile again
     result = _run_with_fallback(job, timeout_s)
-    if result["status"] not in (
-        "timed out",
-        "crashed",
-    ):  # those may be the machine's fault, not the program's
+    # What ran out of time or memory may be the machine's fault, not the program's.
+    if result["status"] not in ("timed out", "crashed") and "no answer" not in result.get("xla_reason", ""):
         _store(entry, result)
     return result | {"cached": False}
 
@@ -163,12 +173,16 @@ def _run_worker(job: Job, *, dump: str, timeout_s: float) -> dict[str, Any]:
         body = {"target": job.target, "program": job.program, "options": job.options, "dump": dump}
         job_path.write_text(json.dumps(body))
         command = [sys.executable, "-m", "pallas_hub.bench.aot.worker", str(job_path), str(result_path)]
-        environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": _python_path(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        environment = os.environ | {
+            "TMPDIR": folder,
+            "PYTHONPATH": _python_path(),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        }
         environment.pop("LIBTPU_INIT_ARGS", None)
         try:
             done = subprocess.run(command, env=environment, capture_output=True, timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            return {"status": "timed out", "reason": f"no answer from the compiler within {timeout_s:.0f} s"}
+            return {"status": "timed out", "reason": f"no answer from the compiler within {timeout_s:g} s"}
         if result_path.exists():
             return json.loads(result_path.read_text())
         return {
@@ -187,8 +201,6 @@ def _python_path() -> str:
 
 
 def _last_words(code: int, stderr: str) -> str:
-    if "libtpu" in stderr and "LibtpuMissing" in stderr:
-        return _last_line(stderr).partition(": ")[2]
     if code == -9:
         return "the process was killed (out of memory?)"
     check = re.search(r"(?:Check failed|F\d{4}).*", stderr)

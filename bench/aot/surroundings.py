@@ -1,8 +1,8 @@
 """The program around the kernels, as programs of their own: what XLA runs before, between and after them.
 
-The compiler's profiler, which estimates XLA operations, aborts on programs with kernels whose grid depends on data. XLA
-can't see into a kernel nor fuse across it, so cutting the program at its kernels leaves the operations as they are: each
-piece takes what it needs as arguments and returns what a kernel, a later piece or the caller needs.
+The compiler's profiler, which estimates XLA operations, aborts on programs with kernels whose grid depends on data.
+XLA can't see into a kernel nor fuse across it, so cutting the program at its kernels leaves the operations as they
+are: each piece takes what it needs as arguments and returns what a kernel, a later piece or the caller needs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Step:
-    """One equation with the program-wide names of what it reads and writes; names are numbers, constants stand as they are."""
+    """One equation, with a number for each value it reads or writes; constants stand as they are."""
 
     jaxpr: Any
     eqn: Any
-    reads: tuple[Any, ...]  # int: a name; otherwise ("constant", value)
+    reads: tuple[Any, ...]  # int: a value's number; otherwise ("constant", value)
     writes: tuple[int, ...]
 
 

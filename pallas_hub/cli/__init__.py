@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -21,7 +22,11 @@ COMMANDS = {
     "bench": "bench",
     "doctor": "doctor",
     "demo": "demo",
+    "aot": "aot",
 }
+
+# These run no kernel. torch must not start device backends (torch_tpu looks for TPUs and warns) on their account.
+_WITHOUT_DEVICES = {"list", "info", "build", "publish", "download", "verify", "lock", "serve"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,6 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     args = build_parser().parse_args(argv)
+    if args.command in _WITHOUT_DEVICES:
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     command = importlib.import_module(f"pallas_hub.cli.{COMMANDS[args.command]}")
     from pallas_hub.registry.errors import PallasHubError
 

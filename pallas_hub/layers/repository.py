@@ -136,7 +136,7 @@ def _float32_scale_layer(rms_norm, like: type[nn.Module] | None) -> type[nn.Modu
 
         def forward(self, hidden_states):
             if in_one_pass:
-                return rms_norm(hidden_states, self.weight, eps_of(self), float32_scale=True)
+                return rms_norm(hidden_states, self._parameters["weight"], eps_of(self), float32_scale=True)
             y = rms_norm(hidden_states.to(torch.float32), self.weight.to(torch.float32), eps_of(self))
             return y.to(hidden_states.dtype)
 

@@ -219,3 +219,24 @@ def test_weight_none_and_epsilon_none(rms_norm_kernel, part):
     for path in ("auto", "torch", "interpret"):
         with part("_bridge").use_path(path):
             torch.testing.assert_close(rms_norm_kernel.rms_norm(x, None, None), expected)
+
+
+@pytest.mark.parametrize("path", ["auto", "torch", "interpret"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_epsilon_none_is_that_of_torch_on_a_cpu(rms_norm_kernel, dtype, path):
+    n = 96
+    x = draw(3, n, dtype=torch.float32).mul(1e-4).to(dtype)  # so small that epsilon decides
+    layer = torch.nn.RMSNorm(n, dtype=dtype)  # eps=None
+    with rms_norm_kernel._bridge.use_path(path):
+        y = rms_norm_kernel.rms_norm(x, layer.weight.detach(), None, float32_scale=True)
+    # Two roundings on the way, float32 sums in another order; a wrong epsilon would change every digit.
+    torch.testing.assert_close(y, layer(x).detach(), rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_float32_scale_layer_reads_epsilon_by_either_name(rms_norm_kernel):
+    x = draw(2, 96)
+    layer = torch.nn.RMSNorm(96, eps=0.5)
+    expected = layer(x)
+    layer.variance_epsilon = layer.eps
+    del layer.eps
+    torch.testing.assert_close(swapped(layer, rms_norm_kernel.layers.RMSNormFloat32Scale)(x), expected)

@@ -18,8 +18,7 @@ class RMSNorm(nn.Module):
     has_backward = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        eps = getattr(self, "variance_epsilon", None)
-        return rms_norm(hidden_states, self.weight, self.eps if eps is None else eps)  # pyrefly: ignore
+        return rms_norm(hidden_states, _weight(self), _epsilon(self))  # pyrefly: ignore
 
 
 class RMSNormZeroCentered(nn.Module):
@@ -29,7 +28,7 @@ class RMSNormZeroCentered(nn.Module):
     has_backward = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, zero_centered=True)  # pyrefly: ignore
+        return rms_norm(x, _weight(self), _epsilon(self), zero_centered=True)  # pyrefly: ignore
 
 
 class RMSNormFloat32Scale(nn.Module):
@@ -39,4 +38,19 @@ class RMSNormFloat32Scale(nn.Module):
     has_backward = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, getattr(self, "weight", None), self.eps, float32_scale=True)  # pyrefly: ignore
+        return rms_norm(x, _weight(self), _epsilon(self), float32_scale=True)  # pyrefly: ignore
+
+
+# Both look where nn.Module keeps things before they ask it: its __getattr__ takes a microsecond to find a weight, and
+# longer to say no, out of ten for a short row.
+
+
+def _weight(layer):
+    weight = layer._parameters.get("weight")
+    return getattr(layer, "weight", None) if weight is None else weight
+
+
+def _epsilon(layer):
+    """Llama and its relatives call it variance_epsilon, Gemma and torch.nn.RMSNorm eps."""
+    values = layer.__dict__
+    return values["variance_epsilon"] if "variance_epsilon" in values else layer.eps

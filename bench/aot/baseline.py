@@ -1,0 +1,132 @@
+"""Committed numbers of every kernel, workload and target; a change for the worse by more than 5 % is found.
+
+The numbers are those that don't depend on the machine: bundles of a step, spills, VMEM and bytes. A file per kernel,
+bench/baselines/<kernel>.json, is written by `pallas-hub aot KERNEL --update` and reviewed like code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pallas_hub.bench.aot.kernels import choose_workloads, report_kernel
+from pallas_hub.bench.aot.report import Report
+from pallas_hub.bench.aot.table import versions
+
+FOLDER = Path(__file__).resolve().parent.parent / "baselines"
+TOLERANCE = 0.05
+# A count this small may grow by a few without meaning anything; a spill where there was none does mean something.
+_SLACK = {"bundles": 4, "spills": 8, "vmem_bytes": 4096, "bytes": 0, "steps": 0}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the comparison found, as lines."""
+
+    worse: tuple[str, ...]
+    better: tuple[str, ...]
+    compared: int
+    versions_differ: str = ""
+
+    def text(self) -> str:
+        lines = [*self.worse, *self.better]
+        if self.versions_differ:
+            lines.append(self.versions_differ)
+        verdict = f"{len(self.worse)} worse" if self.worse else "none worse"
+        lines.append(f"{self.compared} numbers compared with the baseline, {verdict} by more than {TOLERANCE:.0%}.")
+        if self.worse:
+            lines.append("If that is accepted, record it: pallas-hub aot KERNEL --update, and commit the file.")
+        return "\n".join(lines)
+
+
+def numbers(report: Report) -> dict[str, Any]:
+    """What is compared. A program that does not compile has a status and nothing else."""
+    if report.status != "compiled":
+        return {"status": report.status}
+    return {
+        "status": report.status,
+        "bundles": sum(kernel.step_bundles for kernel in report.kernels),
+        "spills": report.spills,
+        "vmem_bytes": max((kernel.vmem_bytes for kernel in report.kernels), default=0),
+        "bytes": report.bytes,
+        "steps": sum(kernel.steps or 0 for kernel in report.kernels),
+    }
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Checked:
+    """Both map case/op/target to numbers. What only one of them has is not compared, unless it stopped compiling."""
+    worse, better, compared = [], [], 0
+    for key, found in new.items():
+        before = old.get(key)
+        if before is None:
+            continue
+        if before["status"] != found["status"]:
+            compared += 1
+            line = f"{key}: was {before['status']}, now {found['status']}"
+            (worse if before["status"] == "compiled" else better).append(line)
+        for name, slack in _SLACK.items():
+            was, now = before.get(name), found.get(name)
+            if was is None or now is None:
+                if was is not None and found["status"] == "compiled":
+                    worse.append(f"{key}: {name} was {was}, now unknown")
+                continue
+            compared += 1
+            if now > was * (1 + TOLERANCE) and now > was + slack:
+                worse.append(f"{key}: {name} {was} -> {now} ({_change(was, now)})")
+            elif now < was * (1 - TOLERANCE) and now < was - slack:
+                better.append(f"{key}: better: {name} {was} -> {now} ({_change(was, now)})")
+    return Checked(tuple(worse), tuple(better), compared)
+
+
+def check(kernel: str, targets: Sequence[str], names: Sequence[str], ops: Sequence[str], **options: Any) -> Checked:
+    """Compile and compare with the committed file.
+
+    Raises   ValueError: no baseline for this kernel, or nothing in it for these workloads.
+    """
+    recorded = read(kernel)
+    found = compare(recorded["numbers"], _compile(kernel, targets, names, ops, options))
+    if not found.compared:
+        raise ValueError(f"the baseline of {kernel} has nothing for these workloads and targets; record it: --update.")
+    if recorded["versions"] == _versions():
+        return found
+    said = f"the baseline was recorded with {recorded['versions']}, this is {_versions()}: differences may be theirs."
+    return Checked(found.worse, found.better, found.compared, said)
+
+
+def update(kernel: str, targets: Sequence[str], names: Sequence[str], ops: Sequence[str], **options: Any) -> Path:
+    """Record the numbers of these workloads; other entries of the file stay."""
+    path = FOLDER / f"{kernel}.json"
+    old = json.loads(path.read_text())["numbers"] if path.is_file() else {}
+    merged = old | _compile(kernel, targets, names, ops, options)
+    FOLDER.mkdir(exist_ok=True)
+    lines = [f"    {json.dumps(key)}: {json.dumps(merged[key])}" for key in sorted(merged)]
+    body = ",\n".join(lines)
+    path.write_text(
+        f'{{\n  "kernel": "{kernel}",\n  "versions": {json.dumps(_versions())},\n  "numbers": {{\n{body}\n  }}\n}}\n'
+    )
+    return path
+
+
+def read(kernel: str) -> dict[str, Any]:
+    path = FOLDER / f"{kernel}.json"
+    if not path.is_file():
+        raise ValueError(f"no baseline for {kernel!r} at {path}; record one: pallas-hub aot {kernel} --update.")
+    return json.loads(path.read_text())
+
+
+def _versions() -> dict[str, str]:
+    return {name: version for name, version in versions().items() if name != "tokamax"}
+
+
+def _compile(
+    kernel: str, targets: Sequence[str], names: Sequence[str], ops: Sequence[str], options: dict[str, Any]
+) -> dict[str, Any]:
+    rows = report_kernel(kernel, choose_workloads(kernel, names, ops), targets, **options)
+    return {row.key: numbers(row.report) for row in rows}
+
+
+def _change(was: float, now: float) -> str:
+    return f"{(now - was) / was:+.1%}" if was else f"+{now}"

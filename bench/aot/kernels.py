@@ -1,0 +1,175 @@
+"""Reports of this project's kernels and of their peers: which programs are compiled, and which rows are shown."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pallas_hub.bench.aot.programs import Workload, find_program, kernel_programs
+from pallas_hub.bench.aot.report import Report, build_report, check_targets
+from pallas_hub.bench.aot.runner import DEFAULT_TIMEOUT_S, Job, require_libtpu, run_jobs
+
+IMPLS = {"ours": "ours", "jax": "megablox", "tokamax": "tokamax", "xla": "XLA", "xla-kernel": "XLA, kernel option"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: who computed which op of which case, with which blocks, and the report."""
+
+    kernel: str
+    workload: Workload
+    impl: str
+    blocks: dict[str, int] | None
+    report: Report
+    same_tile: bool = False  # a peer at our blocks, as against its own best
+    tried: int = 1  # tilings the row is the best of
+
+    @property
+    def key(self) -> str:
+        return f"{self.workload.case}/{self.workload.op}/{self.report.target}"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A job and what it is for."""
+
+    kernel: str
+    workload: Workload
+    target: str
+    impl: str
+    blocks: dict[str, int] | None
+    first: bool  # the first tiling of a search is ours
+
+    @property
+    def program(self) -> dict[str, Any]:
+        return {
+            "kernel": self.kernel,
+            "op": self.workload.op,
+            "case": self.workload.case,
+            "impl": self.impl,
+            "blocks": self.blocks,
+        }
+
+
+def choose_workloads(kernel: str, names: Sequence[str] = (), ops: Sequence[str] = ()) -> list[Workload]:
+    """Those of the kernel whose case name contains one of `names`, and whose op is in `ops`; all when these are empty.
+
+    Raises   ValueError: nothing matches; the message lists what there is.
+    """
+    module = kernel_programs(kernel)
+    everything = module.cases()
+    for op in ops:
+        if op not in module.OPS:
+            raise ValueError(f"{kernel} has no op {op!r}; there are: {', '.join(module.OPS)}.")
+    for name in names:
+        if not any(name in workload.case for workload in everything):
+            cases = dict.fromkeys(workload.case for workload in everything)
+            raise ValueError(f"{kernel} has no workload {name!r}; there are: {', '.join(cases)}.")
+    return [
+        workload
+        for workload in everything
+        if (not names or any(name in workload.case for name in names)) and (not ops or workload.op in ops)
+    ]
+
+
+def report_kernel(
+    kernel: str,
+    workloads: Sequence[Workload],
+    targets: Sequence[str],
+    *,
+    versus: Sequence[str] = (),
+    workers: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    cache: Path | None = None,
+    on_done: Callable[[str, int, int], None] | None = None,
+) -> list[Row]:
+    """Compile our kernel and the peers in `versus` on every workload and target; peers at our blocks and at their best.
+
+    `on_done(line, done, all)` is called as each program ends.
+    Raises   ValueError: unknown kernel, target or peer.  LibtpuMissing
+    """
+    require_libtpu()
+    check_targets(targets)
+    module = kernel_programs(kernel)
+    peers = _peers(module, kernel, versus)
+    wishes = [
+        Wish(kernel, workload, target, impl, blocks, index == 0)
+        for workload in workloads
+        for target in targets
+        for impl in ("ours", *peers)
+        for index, blocks in enumerate(_blocks(module, workload, target, impl))
+    ]
+    reports = compile_wishes(wishes, workers=workers, timeout_s=timeout_s, cache=cache, on_done=on_done)
+    return _choose_rows(list(zip(wishes, reports, strict=True)))
+
+
+def compile_wishes(
+    wishes: Sequence[Wish],
+    *,
+    workers: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    cache: Path | None = None,
+    on_done: Callable[[str, int, int], None] | None = None,
+) -> list[Report]:
+    programs = [find_program(wish.program) for wish in wishes]
+    jobs = [
+        Job(wish.target, wish.program, program.options, _label(wish))
+        for wish, program in zip(wishes, programs, strict=True)
+    ]
+    done = 0
+
+    def report_progress(job: Job, result: dict[str, Any]) -> None:
+        nonlocal done
+        done += 1
+        if on_done is not None:
+            on_done(f"{job.label} {job.target}: {result['status']}", done, len(jobs))
+
+    results = run_jobs(jobs, workers=workers, timeout_s=timeout_s, cache=cache, on_done=report_progress)
+    return [
+        build_report(job, result, least_bytes=program.least_bytes, flops=program.flops, notes=_notes(program))
+        for job, result, program in zip(jobs, results, programs, strict=True)
+    ]
+
+
+def _peers(module: Any, kernel: str, versus: Sequence[str]) -> list[str]:
+    known = dict.fromkeys(peer.partition("-")[0] for peer in module.PEERS)
+    for name in versus:
+        if name not in known:
+            raise ValueError(f"--vs for {kernel} must be among {', '.join(known)}; got {name!r}.")
+    if "tokamax" in versus and importlib.util.find_spec("tokamax") is None:
+        raise ValueError("--vs tokamax needs tokamax; try `pip install tokamax==0.0.12`.")
+    return [peer for peer in module.PEERS if peer.partition("-")[0] in versus]
+
+
+def _blocks(module: Any, workload: Workload, target: str, impl: str) -> list[dict[str, int] | None]:
+    if impl == "ours":
+        return [module.own_blocks(workload.op, workload.case, target)]
+    return module.peer_blocks(workload.op, workload.case, target, impl)
+
+
+def _notes(program: Any) -> list[str]:
+    return ["bytes counted for megablox at the same tile"] if program.counted_as else []
+
+
+def _label(wish: Wish) -> str:
+    tile = "x".join(str(v) for k, v in (wish.blocks or {}).items() if k.startswith("block_"))
+    return " ".join(filter(None, [wish.workload.case, wish.workload.op, IMPLS[wish.impl], tile]))
+
+
+def _choose_rows(results: list[tuple[Wish, Report]]) -> list[Row]:
+    """Ours; each peer at our blocks and, where that is another tiling, at its best by modelled time."""
+    groups: dict[Any, list[tuple[Wish, Report]]] = {}
+    for wish, report in results:
+        groups.setdefault((wish.workload, wish.target, wish.impl), []).append((wish, report))
+    rows = []
+    for tried in groups.values():
+        best = min(tried, key=lambda pair: (pair[1].time_us is None, pair[1].time_us or 0.0, not pair[0].first))
+        for wish, report in tried:
+            if wish.first or wish is best[0]:
+                same = wish.first and len(tried) > 1
+                count = len(tried) if wish is best[0] else 1
+                rows.append(Row(wish.kernel, wish.workload, wish.impl, wish.blocks, report, same, count))
+    return rows

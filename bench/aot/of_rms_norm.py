@@ -1,0 +1,93 @@
+"""Programs of rms-norm: forward and backward, with and without a residual, and XLA's own lowering of the definition."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from pallas_hub.bench.aot.programs import Program, Workload
+from pallas_hub.bench.kernel_source import load_jax_module
+
+OPS = ("forward", "backward")
+PEERS = ("xla",)
+EPS = 1e-6
+
+
+def cases() -> list[Workload]:
+    """Forward and backward of each model's layers."""
+    return [Workload(op, case.name) for case in load_jax_module("rms-norm", "cases").MODEL_CASES for op in OPS]
+
+
+def build(op: str, case_name: str, impl: str, blocks: dict[str, int] | None) -> Program:
+    """One op on one case. `blocks` are fields of the kernel's Config."""
+    import jax
+    import jax.numpy as jnp
+
+    case = _case(case_name)
+    dtype = jnp.dtype(case.dtype)
+    x, weight = jax.ShapeDtypeStruct((case.m, case.n), dtype), jax.ShapeDtypeStruct((case.n,), dtype)
+    args = {
+        ("forward", False): (x, weight),
+        ("forward", True): (x, x, weight),
+        ("backward", False): (x, weight, x),
+        ("backward", True): (x, weight, x, x),
+    }[op, case.residual]
+    results = {("forward", False): (x,), ("forward", True): (x, x)}.get((op, case.residual), (x, weight))
+    static: dict[str, Any] = {"eps": EPS, "zero_centered": case.zero_centered, "float32_scale": case.float32_scale}
+    if impl == "ours":
+        fn = getattr(load_jax_module("rms-norm", "kernel"), _function(op, case.residual, "rms_norm_forward"))
+        if blocks:
+            static["config"] = load_jax_module("rms-norm", "config").Config(**blocks)
+    else:
+        fn = getattr(load_jax_module("rms-norm", "reference"), _function(op, case.residual, "rms_norm"))
+    least = sum(math.prod(array.shape) * array.dtype.itemsize for array in (*args, *results))
+    return Program(functools.partial(fn, **static), args, least_bytes=least)
+
+
+def own_blocks(op: str, case_name: str, target: str) -> dict[str, int]:
+    """What the kernel chooses by itself."""
+    case, config = _case(case_name), load_jax_module("rms-norm", "config")
+    return vars(config.choose(case.m, case.n, _streams(op, case))).copy()
+
+
+def peer_blocks(op: str, case_name: str, target: str, impl: str) -> list[dict[str, int] | None]:
+    return [None]  # XLA chooses by itself
+
+
+def tune_blocks(op: str, case_name: str, target: str) -> list[dict[str, int]]:
+    """Rows per step around the default, halved and doubled, and rows per tile likewise, where they fit VMEM."""
+    case, config = _case(case_name), load_jax_module("rms-norm", "config")
+    default = config.choose(case.m, case.n, _streams(op, case))
+    if default.block_n < case.n:
+        return []  # rows are cut: there is one way to do it
+    found = []
+    for tile_m in sorted({default.tile_m * f // 2 for f in (1, 2, 4)}):
+        for factor in (0.25, 0.5, 1, 2, 4):
+            block_m = int(default.block_m * factor) // max(tile_m, 1) * tile_m
+            if not 1 <= tile_m <= block_m <= case.m or (tile_m % 8 and tile_m != case.m):
+                continue
+            candidate = config.Config(block_m, default.block_n, tile_m, default.vmem_limit_bytes)
+            if config.vmem_bytes(candidate, case.n, _streams(op, case)) <= candidate.vmem_limit_bytes * 7 // 8:
+                found.append(vars(candidate).copy())
+    return found
+
+
+def _case(name: str) -> Any:
+    cases = load_jax_module("rms-norm", "cases").CASES
+    found = next((case for case in cases if case.name == name), None)
+    if found is None:
+        raise ValueError(f"rms-norm has no workload {name!r}; there are: {', '.join(case.name for case in cases)}.")
+    return found
+
+
+def _streams(op: str, case: Any) -> Any:
+    config, item = load_jax_module("rms-norm", "config"), 2 if case.dtype == "bfloat16" else 4
+    streams = config.forward_streams if op == "forward" else config.backward_streams
+    return streams(item, item, residual=case.residual)
+
+
+def _function(op: str, residual: bool, forward: str) -> str:
+    if op == "forward":
+        return forward.replace("rms_norm", "rms_norm_residual") if residual else forward
+    return "rms_norm_residual_backward" if residual else "rms_norm_backward"

@@ -1,0 +1,58 @@
+"""The programs of this project's kernels: every public op, forward and backward, on the workloads of `cases.py`.
+
+A program is named by a small dict that goes to the worker as JSON:
+
+    kernel   folder name
+    op       what is computed; each module below lists its own
+    case     name of a workload
+    impl     "ours", or the peer: jax, tokamax, xla, ...
+    blocks   block sizes by name; None: whatever the implementation chooses
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+# Kernel -> module with OPS, PEERS, cases(), build(), own_blocks(), peer_blocks() and tune_blocks().
+_MODULES = {"rms-norm": "of_rms_norm", "ragged-dot": "of_ragged_dot"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A call to compile. Arguments are shapes, or arrays where the traffic depends on their values."""
+
+    fn: Callable
+    args: tuple[Any, ...]
+    least_bytes: int
+    flops: int = 0
+    options: dict[str, str | bool] = field(default_factory=dict)
+    # Another call with the same traffic, for a kernel that makes its copies by itself and so can't be counted.
+    counted_as: tuple[Callable, tuple[Any, ...]] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One op on one case."""
+
+    op: str
+    case: str
+
+
+def kernel_programs(kernel: str) -> ModuleType:
+    """The module that builds the programs of `kernel`.
+
+    Raises   ValueError: there are none for it; the message lists the kernels that have some.
+    """
+    if kernel not in _MODULES:
+        raise ValueError(f"no compile report for kernel {kernel!r}; there are reports for: {', '.join(_MODULES)}.")
+    return importlib.import_module(f"pallas_hub.bench.aot.{_MODULES[kernel]}")
+
+
+def find_program(name: dict[str, Any]) -> Program:
+    """The program that such a dict names."""
+    return kernel_programs(name["kernel"]).build(name["op"], name["case"], name["impl"], name["blocks"])
