@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def _draw(axes: Any, result: CaseResult) -> None:
     if result.stream:
         axes.axvline(1e3 * result.stream.median_s, color="black", linestyle="--", linewidth=1)
     axes.invert_yaxis()
-    axes.set_title(f"{result.case.title}; dashed: {result.case.stream_name}", fontsize=9)
+    title = f"{result.case.title}; dashed: {result.case.stream_name}"
+    axes.set_title("\n".join(textwrap.wrap(title, 78)), fontsize=9)
     axes.set_xlabel("median, milliseconds", fontsize=8)
     axes.margins(x=0.12)

@@ -43,13 +43,10 @@ def table(columns: tuple[str, ...], lines: list[list[str]]) -> list[str]:
 
 
 def text(machine: dict[str, Any], results: list[CaseResult]) -> str:
-    lines = header_lines(machine)
-    for result in results:
-        lines += ["", *_case_lines(result)]
-    return "\n".join(lines)
+    return "\n".join([*header_lines(machine), *(line for result in results for line in ("", *case_lines(result)))])
 
 
-def _case_lines(result: CaseResult) -> list[str]:
+def case_lines(result: CaseResult) -> list[str]:
     case = result.case
     cells = [_row_cells(result, row, timing) for row, timing in result.timed]
     lines = [case.title]

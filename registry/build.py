@@ -23,6 +23,9 @@ from pallas_hub.registry.static_check import check_sources
 # The first release whose loader knows the noarch variants, the digests and the provenance that we write.
 KERNELS_MINVER = "0.17.0"
 
+# All that a repo folder holds.
+_TOP_LEVEL = ("LICENSE", "README.md", "benchmarks", "build")
+
 _LICENSES = Path(__file__).parent / "licenses"
 
 
@@ -47,7 +50,7 @@ def build(name: str, out: Path | str | None = None, *, sources: Sources = OUR_SO
     place = Path(out) if out is not None else Path("dist") / name
     _refuse_foreign_folder(place)
     files, api, digests = repo_files(source)
-    write_tree(files, place)
+    write_tree(files, place.resolve())  # a link keeps its name, what it points to is replaced
     return Built(source.name, source.version, source.repo_id, place, api, digests)
 
 
@@ -132,8 +135,14 @@ def _refuse_foreign_folder(place: Path) -> None:
     """A wrong --out must not delete somebody's folder: only an empty one or an earlier build is replaced."""
     if place.exists() and not place.is_dir():
         raise SourceError(f"{place} is a file; choose a folder for the build.")
-    if place.is_dir() and any(place.iterdir()) and not (place / "build").is_dir():
-        raise SourceError(f"{place} is not empty and holds no earlier build (no build/ in it); choose another folder.")
+    if not place.is_dir() or not any(place.iterdir()):
+        return
+    variants = [*(place / "build").iterdir()] if (place / "build").is_dir() else []
+    foreign = sorted(path.name for path in place.iterdir() if path.name not in _TOP_LEVEL)
+    foreign += [f"build/{path.name}" for path in variants if not (path / "metadata.json").is_file()]
+    if not variants or foreign:
+        found = f"it holds {', '.join(foreign[:3])}" if foreign else "no build/ in it"
+        raise SourceError(f"{place} is not empty and not an earlier build ({found}); choose another folder.")
 
 
 def _license_text(source: KernelSource) -> bytes:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from pallas_hub.registry import hub
-from pallas_hub.registry.errors import PallasHubError
+from pallas_hub.registry.answers import plain_errors
+from pallas_hub.registry.errors import PallasHubError, UnknownVersion
 from pallas_hub.registry.manifest import Manifest, Version, read_all
 from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
 
@@ -44,7 +45,8 @@ class Description:
 def describe(kernel: str, *, version: int | None = None, sources: Sources = OUR_SOURCES) -> Description:
     """Describe a kernel by its name in this package or its repo id.
 
-    A Hub that cannot answer is part of the answer (`hub_error`), unless nothing at all is known about the kernel.
+    A Hub that cannot answer is part of the answer (`hub_error`), unless nothing at all is known about the kernel or
+    it lacks the version asked for.
     """
     manifest = _manifest(kernel, sources)
     found = Description(repo_id=manifest.repo_id if manifest else check_repo_id(kernel))
@@ -55,7 +57,7 @@ def describe(kernel: str, *, version: int | None = None, sources: Sources = OUR_
         found.endpoint = "the cache" if hub.is_offline() else hub.endpoint()
         _ask_hub(found, version)
     except PallasHubError as error:
-        if manifest is None:
+        if manifest is None or isinstance(error, UnknownVersion):
             raise
         found.hub_error = str(error)
     return found
@@ -69,7 +71,7 @@ def _ask_hub(found: Description, version: int | None) -> None:
     from kernels.variants import VariantAccepted, get_variants, resolve_variants
 
     offline = hub.is_offline()
-    with hub.plain_errors(found.repo_id):
+    with plain_errors(found.repo_id):
         found.hub_versions = hub.versions(found.repo_id, from_cache=offline)
         if offline or not found.hub_versions:
             return

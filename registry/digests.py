@@ -31,10 +31,9 @@ def hash_variant(variant: Path, algorithm: str = "sha256") -> dict[str, str]:
     """Path -> base64 hash, for a build variant on disk."""
     hashes = {}
     for path in sorted(_walk(variant)):
-        try:
+        # A link whose target is gone, as in a half-deleted cache, is the same as a missing file; a pipe would block us.
+        if (variant / path).is_file():
             hashes[path] = encode((variant / path).read_bytes(), algorithm)
-        except FileNotFoundError:  # a link whose target is gone, as in a half-deleted cache: same as a missing file
-            continue
     return hashes
 
 
@@ -60,7 +59,7 @@ def read_metadata(variant: Path) -> dict:
         metadata = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DigestMismatch(f"{variant}: no metadata.json, so nothing says what this build should hold.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DigestMismatch(f"{path}: not valid JSON ({error}); fetch the kernel again.") from error
     if not isinstance(metadata, dict):
         raise DigestMismatch(f"{path}: must hold a JSON object; fetch the kernel again.")
@@ -72,7 +71,7 @@ def verify_variant(variant: Path, wanted: dict[str, str], *, mend: str, algorith
     if algorithm not in ("sha256", "sha512"):
         raise DigestMismatch(f"{variant}: digest algorithm must be sha256 or sha512; metadata.json says {algorithm!r}.")
     got = hash_variant(variant, algorithm)
-    faults = [*_faults(wanted, got)]
+    faults = [*_faults(wanted, got), *_not_hashable(variant)]
     if faults:
         raise DigestMismatch(f"{variant}: refused before running any of its code. {'; '.join(faults)}. {mend}")
 
@@ -85,6 +84,14 @@ def _faults(wanted: dict[str, str], got: dict[str, str]) -> Iterator[str]:
             yield f"{path}: not listed in metadata.json, got {got[path]}"
         elif wanted[path] != got[path]:
             yield f"{path}: wanted {wanted[path]}, got {got[path]}"
+
+
+def _not_hashable(variant: Path) -> Iterator[str]:
+    """What no digest can cover: folders behind links, where more files may lie, and pipes, which block their reader."""
+    for folder, subfolders, names in os.walk(variant):
+        for path in (Path(folder) / name for name in [*subfolders, *names]):
+            if path.exists() and not path.is_file() and (path.is_symlink() or not path.is_dir()):
+                yield f"{path.relative_to(variant).as_posix()}: neither a file nor a folder of this kernel"
 
 
 def _walk(variant: Path) -> Iterator[str]:

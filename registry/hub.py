@@ -5,29 +5,16 @@ not set. That is left as it is: every variant of our kernels holds the same Pyth
 device.
 """
 
-import errno
 import importlib.metadata
 import re
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pallas_hub.registry.errors import (
-    HubUnavailable,
-    KernelsLibraryError,
-    LoadError,
-    LockError,
-    PallasHubError,
-    UnknownKernel,
-    UnknownVersion,
-)
+from pallas_hub.registry.errors import KernelsLibraryError, LockError, UnknownVersion
+from pallas_hub.registry.paths import check_revision
 
 # Internals of the library are used (resolvers, dependency tree), so each minor version is tried before it is allowed.
 SUPPORTED_KERNELS = ">=0.17.2,<0.18"
-
-# httpx errors about a request that could not even be sent: a wrong HF_ENDPOINT, not a Hub that is down.
-_UNSENDABLE = ("LocalProtocolError", "UnsupportedProtocol", "InvalidURL")
 
 _VERSION = re.compile(r"v(\d+)")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -73,21 +60,6 @@ def endpoint() -> str:
     return constants.ENDPOINT
 
 
-def unreachable(error: BaseException | None) -> bool:
-    """True if `error` means that the Hub did not answer, as opposed to answering no."""
-    while error is not None:
-        if type(error).__name__ in _UNSENDABLE:
-            return False
-        if isinstance(error, ConnectionError | TimeoutError):
-            return True
-        if any(kind.__name__ == "TransportError" for kind in type(error).__mro__):  # httpx's family of network errors
-            return True
-        if getattr(getattr(error, "response", None), "status_code", 0) >= 500:
-            return True
-        error = error.__cause__
-    return False
-
-
 def client(user_agent: str | dict | None = None) -> Any:
     """The kernels library's Hub client.
 
@@ -116,7 +88,7 @@ def versions(repo_id: str, *, from_cache: bool) -> dict[int, str]:
 def find_commit(api: Any, repo_id: str, version: int | None, revision: str | None, *, from_cache: bool) -> str:
     """The commit that a version or revision names now."""
     if revision is not None:
-        return _commit_of_revision(api, repo_id, revision, from_cache)
+        return _commit_of_revision(api, repo_id, check_revision(revision), from_cache)
     known = versions(repo_id, from_cache=from_cache)
     if version in known:
         return known[version]
@@ -167,43 +139,3 @@ def _commit_of_revision(api: Any, repo_id: str, revision: str, from_cache: bool)
     except RevisionNotFoundError as error:
         listed = ", ".join(f"v{number}" for number in versions(repo_id, from_cache=False)) or "none"
         raise UnknownVersion(f"{repo_id} has no revision {revision!r}; versions: {listed}.") from error
-
-
-@contextmanager
-def plain_errors(repo_id: str) -> Generator[None]:
-    """Turn what the Hub's clients raise while reading into errors that name the cause and the mend."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-
-    try:
-        yield
-    except PallasHubError:
-        raise
-    except GatedRepoError as error:
-        raise UnknownKernel(f"{repo_id}: you have no access to this gated repo; ask for it on the Hub.") from error
-    except RepositoryNotFoundError as error:
-        private = "or it is private and you gave no token (hf auth login)"
-        raise UnknownKernel(f"{repo_id}: no kernel repo of that name on {endpoint()}, {private}.") from error
-    except Exception as error:
-        if unreachable(error):
-            raise unavailable(repo_id, error) from error
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            mend = "Free some space, or point HF_HUB_CACHE elsewhere."
-            raise LoadError(
-                f"{repo_id}: no room left in {cache_folder(repo_id)}; nothing was loaded. {mend}"
-            ) from error
-        if type(error).__name__ in _UNSENDABLE:
-            raise LoadError(
-                f"{repo_id}: cannot ask {endpoint()}: {error}. HF_ENDPOINT must be a URL, with http(s)://."
-            ) from error
-        if isinstance(error, HfHubHTTPError):
-            raise LoadError(f"{repo_id}: {endpoint()} refused: {str(error).splitlines()[0]}") from error
-        if isinstance(error, ValueError):  # the kernels library, about metadata.json or a cycle of dependencies
-            raise LoadError(f"{repo_id}: {error}") from error
-        raise
-
-
-def unavailable(repo_id: str, error: BaseException, extra: str = "") -> HubUnavailable:
-    return HubUnavailable(
-        f"{repo_id}: the Hub at {endpoint()} cannot be reached ({type(error).__name__}: {error}){extra}. "
-        "Check the network and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use the cache alone."
-    )

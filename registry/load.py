@@ -17,7 +17,7 @@ from pallas_hub.registry.errors import (
 from pallas_hub.registry.importer import LoadedFrom, loaded_from
 from pallas_hub.registry.local import load_local, load_source
 from pallas_hub.registry.manifest import Manifest, read_all
-from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
+from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id, check_revision, check_version
 from pallas_hub.registry.pipeline import Request, load_remote, resolve
 from pallas_hub.registry.source import KernelSource, read_source
 from pallas_hub.registry.trust import Trust
@@ -158,9 +158,9 @@ def _bundled(request: Request) -> KernelSource | None:
 def _check_version(version: int | None, revision: str | None) -> int | None:
     if version is not None and revision is not None:
         raise UnknownVersion(f"give version or revision, not both; got version={version!r} and revision={revision!r}.")
-    if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
-        raise UnknownVersion(f"version must be a whole number such as 1 (branch v1); got {version!r}.")
-    return version
+    if revision is not None:
+        check_revision(revision)
+    return check_version(version) if version is not None else None
 
 
 def _require_names(module: ModuleType, names: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from types import ModuleType
 from pallas_hub.registry import importer
 from pallas_hub.registry.build import check, kernel_id, swap, variant_metadata, write_tree
 from pallas_hub.registry.digests import hash_files, tree_digest, verify_variant
-from pallas_hub.registry.errors import DigestMismatch, NoMatchingVariant
+from pallas_hub.registry.errors import DigestMismatch, LoadError, NoMatchingVariant
 from pallas_hub.registry.importer import LoadedFrom
 from pallas_hub.registry.paths import OUR_SOURCES, Sources, cache_root
 from pallas_hub.registry.source import KernelSource, read_source
@@ -117,11 +117,23 @@ def _write(source: KernelSource, place: Path) -> Path:
     try:
         _put(source, files, place)
     except OSError:
+        return _put_aside(files, place)
+    return place
+
+
+def _put_aside(files: dict[str, bytes], place: Path) -> Path:
+    """Write the build to a temporary folder, kept until the process ends."""
+    try:
         folder = Path(tempfile.mkdtemp(prefix="pallas-hub-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        _temporary_folders[place.name] = place = folder / place.name
-        write_tree(files, place)
-    return place
+        write_tree(files, folder / place.name)
+    except OSError as error:
+        raise LoadError(
+            f"{place.name}: its build can be written neither to {place.parent} nor to a temporary folder "
+            f"({error.strerror}). Make room, or set PALLAS_HUB_CACHE or TMPDIR to another folder."
+        ) from error
+    _temporary_folders[place.name] = folder / place.name
+    return folder / place.name
 
 
 def _put(source: KernelSource, files: dict[str, bytes], place: Path) -> None:

@@ -1,12 +1,14 @@
 """Lock files: which commit each kernel of a project is loaded from. The format is that of the `kernels` library."""
 
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pallas_hub.registry import hub
+from pallas_hub.registry.answers import plain_errors
 from pallas_hub.registry.errors import LockError
-from pallas_hub.registry.paths import check_repo_id
+from pallas_hub.registry.paths import check_repo_id, check_version
 
 
 def lock(dependencies: dict[str, int], lockfile: Path | str) -> dict[str, str]:
@@ -22,7 +24,7 @@ def lock(dependencies: dict[str, int], lockfile: Path | str) -> dict[str, str]:
     found: dict[Any, Any] = {}
     api = hub.client()
     waiting = [
-        KernelDependency(repo_id=check_repo_id(repo_id), version=KernelVersion.Version(version))
+        KernelDependency(repo_id=check_repo_id(repo_id), version=KernelVersion.Version(check_version(version)))
         for repo_id, version in dependencies.items()
     ]
     while waiting:
@@ -46,6 +48,8 @@ def read_lock(lockfile: Path) -> Any:
         raise LockError(
             f"{lockfile} does not exist. Write it: pallas-hub lock org/name@1 --output {lockfile}"
         ) from None
+    except OSError as error:
+        raise LockError(f"{lockfile} cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise LockError(f"{lockfile}: not a lock file of the kernels library ({error}). Write it again.") from error
 
@@ -57,10 +61,12 @@ def project_dependencies(folder: Path) -> dict[str, int]:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LockError(f"{path} does not exist; name the kernels instead, as in: pallas-hub lock org/name@1") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise LockError(f"{path}: not valid TOML: {error}") from error
-    found = data.get("tool", {}).get("kernels", {}).get("dependencies")
-    if not found:
+    found: Any = data
+    for key in ("tool", "kernels", "dependencies"):
+        found = found.get(key) if isinstance(found, dict) else None
+    if not found or not isinstance(found, dict):
         raise LockError(f'{path}: no [tool.kernels.dependencies] table, as in "pallas-hub/ragged-dot" = 1')
     wrong = {key: value for key, value in found.items() if isinstance(value, bool) or not isinstance(value, int)}
     if wrong:
@@ -76,7 +82,7 @@ def _look_up(api: Any, kernel: Any) -> tuple[str, list[Any]]:
 
     version, revision = getattr(kernel.version, "version", None), getattr(kernel.version, "revision", None)
     depends = []
-    with hub.plain_errors(kernel.repo_id):
+    with plain_errors(kernel.repo_id):
         commit = hub.find_commit(api, kernel.repo_id, version, revision, from_cache=False)
         for variant in get_variants(api, repo_id=kernel.repo_id, revision=commit):
             path = api.hf_hub_download(
@@ -97,5 +103,12 @@ def _spec_text(kernel: Any) -> str:
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise LockError(
+            f"{path} cannot be written ({error.strerror}); it is as before. Choose another place with --output."
+        ) from error

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pallas_hub.registry.api import Api
-from pallas_hub.registry.errors import ManifestError
-from pallas_hub.registry.paths import OUR_SOURCES, Sources
+from pallas_hub.registry.errors import ManifestError, SourceError
+from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
 
 _HEADER = "# Written by `pallas-hub build {name} --record`; the fields are explained in README.md of this folder.\n"
 
@@ -67,9 +67,11 @@ def read_manifest(name: str, sources: Sources = OUR_SOURCES) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-        return _from_toml(data)
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        manifest = _from_toml(tomllib.loads(path.read_text(encoding="utf-8")))
+        if manifest.name != name:
+            raise ValueError(f"name is {manifest.name!r}, the file is called {path.name}")
+        return manifest
+    except (KeyError, TypeError, ValueError, AttributeError, SourceError) as error:
         raise ManifestError(
             f"{path}: not a valid manifest ({type(error).__name__}: {error}). Restore it from version "
             f"control, or delete it and run: pallas-hub build {name} --record"
@@ -112,6 +114,8 @@ def write_manifest(manifest: Manifest, sources: Sources = OUR_SOURCES) -> Path:
 def _from_toml(data: dict) -> Manifest:
     versions = {}
     for key, table in data.get("versions", {}).items():
+        if int(key) < 1:
+            raise ValueError(f"versions count from 1, got {key}")
         versions[int(key)] = Version(
             api=Api(
                 names=dict(table["api"]),
@@ -123,7 +127,7 @@ def _from_toml(data: dict) -> Manifest:
         )
     return Manifest(
         name=data["name"],
-        repo_id=data["repo-id"],
+        repo_id=check_repo_id(data["repo-id"]),
         license=data["license"],
         description=data.get("description", ""),
         upstream=data.get("upstream", ""),

@@ -5,13 +5,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pallas_hub.registry.errors import SourceError
+from pallas_hub.registry.errors import SourceError, UnknownVersion
 
 # Not resolved: inside a checkout `pallas_hub/registry` is a symlink, and its siblings are found through it.
 PACKAGE_ROOT = Path(__file__).parent.parent
 
 _KERNEL_NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# huggingface_hub's rules, which the Hub shares.
+_REPO_PART = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
+_MAX_REPO_PART = 96
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,32 @@ def cache_root() -> Path:
 
 def check_repo_id(repo_id: str) -> str:
     """Return `repo_id` if it is `organisation/name`, else say what is wrong with it."""
-    if isinstance(repo_id, str) and _REPO_ID.fullmatch(repo_id) and ".." not in repo_id:
-        return repo_id
     hint = ""
-    if isinstance(repo_id, str) and _KERNEL_NAME.fullmatch(repo_id):
-        hint = f" Did you mean 'pallas-hub/{repo_id}'?"
-    raise SourceError(f"repo id must be 'organisation/name', as in 'pallas-hub/ragged-dot'; got {repo_id!r}.{hint}")
+    if isinstance(repo_id, str):
+        parts = repo_id.split("/")
+        plain = len(parts) == 2 and all(_REPO_PART.fullmatch(part) for part in parts)
+        if plain and ".." not in repo_id and "--" not in repo_id and not repo_id.endswith(".git"):
+            if max(map(len, parts)) <= _MAX_REPO_PART:
+                return repo_id
+            hint = f" Each of the two has at most {_MAX_REPO_PART} characters."
+        elif plain:
+            hint = " It must not hold '..' or '--' nor end with '.git'."
+        elif _KERNEL_NAME.fullmatch(repo_id) and len(repo_id) <= _MAX_REPO_PART:
+            hint = f" Did you mean 'pallas-hub/{repo_id}'?"
+    got = repr(repo_id)
+    got = got if len(got) < 2 * _MAX_REPO_PART else f"{got[:_MAX_REPO_PART]}..."
+    raise SourceError(f"repo id must be 'organisation/name', as in 'pallas-hub/ragged-dot'; got {got}.{hint}")
+
+
+def check_version(version: int) -> int:
+    """Return `version` if a repo can have it, else say what is wrong with it."""
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**32:
+        raise UnknownVersion(f"version must be a whole number such as 1 (branch v1); got {version!r}.")
+    return version
+
+
+def check_revision(revision: str) -> str:
+    """Return `revision` if it can name a branch, tag or commit; '..' would become part of a URL and name something."""
+    if not isinstance(revision, str) or any(part in ("", ".", "..") for part in revision.split("/")):
+        raise UnknownVersion(f"revision must be a branch, tag or commit, as in 'v1'; got {revision!r}.")
+    return revision

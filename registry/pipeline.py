@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from pallas_hub.registry import fetch, hub, importer
+from pallas_hub.registry.answers import plain_errors
 from pallas_hub.registry.digests import promised, read_metadata, tree_digest, verify_variant
 from pallas_hub.registry.errors import (
     DigestMismatch,
@@ -52,7 +53,7 @@ def resolve(request: Request, *, from_cache: bool) -> tuple[Any, Any, Resolver, 
 
     api = hub.client(request.user_agent)
     resolver = Resolver(request.trust, request.sources, from_cache=from_cache)
-    with hub.plain_errors(request.repo_id):
+    with plain_errors(request.repo_id):
         if request.lockfile is not None:
             resolver.locks, kernel = _read_lock(request, request.lockfile)
         else:
@@ -88,7 +89,7 @@ def _validate(tree: Any, request: Request) -> None:
 
 def _install(api: Any, tree: Any, resolver: Resolver, request: Request, force: bool = False) -> Any:
     """Download and verify the tree. What was damaged while this call fetched it is fetched once more."""
-    with hub.plain_errors(request.repo_id):
+    with plain_errors(request.repo_id):
         local, fresh = fetch.install(api, tree, resolver, force=force)
     try:
         for node in fetch.walk(local):
@@ -125,6 +126,8 @@ def _import_node(node: Any, resolver: Resolver, from_cache: bool) -> None:
 
     location, metadata = node.location, read_metadata(node.location.variant_path)
     folder, repo, module_id = location.variant_path, location.origin, location.metadata.id
+    if not module_id or "." in module_id:
+        raise LoadError(f"{folder}: the id in metadata.json must be the name of a module; got {module_id!r}.")
     promise = promised(metadata)
     digest = tree_digest(promise[1]) if promise and promise[0] == "sha256" else None
     module = importer.already_loaded(module_id, digest, folder)

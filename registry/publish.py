@@ -12,7 +12,7 @@ from hashlib import sha1, sha256
 from pathlib import Path
 from typing import Any
 
-from pallas_hub.registry import hub
+from pallas_hub.registry import answers
 from pallas_hub.registry.api import Api, changes, read_api
 from pallas_hub.registry.build import repo_files
 from pallas_hub.registry.errors import ApiChanged, HubUnavailable, ManifestError, PublishError
@@ -259,23 +259,24 @@ def _words(repo_id: str, endpoint: str) -> Generator[None]:
 
     kept = "What was published before is untouched."
     try:
-        yield
+        with answers.no_endless_wait():
+            yield
     except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        said = getattr(error, "server_message", None) or str(error).splitlines()[0]
+        status, said = error.response.status_code, answers.refusal(error)
         if status in (401, 403):
-            text = f"not allowed to write on {endpoint} ({status}: {said}). Log in with a token that may write to the "
+            text = f"not allowed to write on {endpoint} ({said}). Log in with a token that may write to the "
             raise PublishError(f"{repo_id}: {text}organisation: hf auth login, or HF_TOKEN=... {kept}") from error
         if status == 412:
             raise PublishError(f"{repo_id}: somebody else pushed at the same time; publish again. {kept}") from error
         if status == 507:
             raise PublishError(f"{repo_id}: no room left on {endpoint} ({said}). {kept}") from error
-        raise PublishError(f"{repo_id}: {endpoint} answered {status}: {said}. {kept}") from error
+        raise PublishError(f"{repo_id}: {endpoint} answered {said}. {kept}") from error
     except Exception as error:
-        if hub.unreachable(error):
-            raise hub.unavailable(
-                repo_id, error, extra=f"; nothing more was pushed, {kept[0].lower()}{kept[1:-1]}"
-            ) from error
+        if answers.unreachable(error):
+            kept = f" {kept} Publish again to go on where this ended."
+            raise answers.unavailable(repo_id, error, where=endpoint, kept=kept) from error
+        if unsent := answers.unsendable(repo_id, error, endpoint):
+            raise unsent from error
         raise
 
 

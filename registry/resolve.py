@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_hub.registry import hub
+from pallas_hub.registry.answers import plain_errors
 from pallas_hub.registry.digests import promised
 from pallas_hub.registry.errors import LoadError, NoMatchingVariant, UnknownKernel, UnknownVersion
 from pallas_hub.registry.paths import Sources
@@ -25,6 +26,10 @@ class Resolver:
     known: dict[tuple[str, int | None], str] = field(default_factory=dict)  # commits that were looked up already
 
     def resolve(self, *, api: Any, backend: str | None, kernel: Any) -> Any:
+        with plain_errors(kernel.repo_id):  # names the kernel at fault, which may be one that the asked one depends on
+            return self._resolve(api, backend, kernel)
+
+    def _resolve(self, api: Any, backend: str | None, kernel: Any) -> Any:
         from kernels._rust import KernelVersion
         from kernels.load import _get_local_kernel_overrides
         from kernels.resolver import LocalKernel

@@ -84,7 +84,7 @@ def read_source(name: str, sources: Sources = OUR_SOURCES) -> KernelSource:
 def _read_general(path: Path, name: str) -> dict:
     try:
         config = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SourceError(f"{path}: not valid TOML: {error}") from error
     general = config.get("general")
     if not isinstance(general, dict):
@@ -98,16 +98,16 @@ def _read_general(path: Path, name: str) -> dict:
 def _check_general(general: dict, path: Path, name: str) -> None:
     wanted = {"name": str, "version": int, "license": str, "backends": list}
     for key, kind in wanted.items():
-        if not isinstance(general.get(key), kind):
+        if not isinstance(general.get(key), kind) or isinstance(general.get(key), bool):
             raise SourceError(f"{path}: general.{key} must be {kind.__name__}; got {general.get(key)!r}.")
     if general["name"] != name:
         raise SourceError(f"{path}: general.name is {general['name']!r} but the folder is called {name!r}.")
     if general["version"] < 1:
         raise SourceError(f"{path}: general.version counts from 1; got {general['version']}.")
-    unknown = sorted(set(general["backends"]) - set(BACKENDS))
-    if unknown or not general["backends"]:
+    if not general["backends"] or any(backend not in BACKENDS for backend in general["backends"]):
         raise SourceError(f"{path}: general.backends must be some of {', '.join(BACKENDS)}; got {general['backends']}.")
-    if not isinstance(general.get("hub", {}).get("repo-id"), str):
+    hub = general.get("hub")
+    if not isinstance(hub, dict) or not isinstance(hub.get("repo-id"), str):
         raise SourceError(f'{path}: [general.hub] must hold repo-id, as in repo-id = "pallas-hub/{name}".')
     for key in ("python-depends", "kernel-depends"):
         if general.get(key):
@@ -144,6 +144,8 @@ def _collect(folder: Path, *, root: Path, skip: tuple[str, ...] = ()) -> dict[st
             continue
         if not path.resolve().is_relative_to(root):
             raise SourceError(f"{path} points outside {root}; a kernel ships only its own files.")
+        if not path.is_file():
+            raise SourceError(f"{path} is not a plain file (a link to nothing, a pipe); remove it.")
         if not all(_FILE_NAME.fullmatch(part) for part in parts):
             raise SourceError(f"{path}: file names in a kernel are letters, digits, '.', '_' and '-'.")
         files["/".join(parts)] = path.read_bytes()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pallas_hub.registry import fetch, hub
+from pallas_hub.registry.answers import plain_errors
 from pallas_hub.registry.digests import hash_variant, promised, read_metadata, tree_digest, verify_variant
 from pallas_hub.registry.errors import DigestMismatch, HubUnavailable, NotTrusted, SourceError, UnknownKernel
 from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
@@ -55,11 +56,12 @@ def download(repo_id: str, *, version: int | None = None, revision: str | None =
     offline = hub.is_offline()
     if force and offline:
         raise HubUnavailable(f"{repo_id}: HF_HUB_OFFLINE=1, so nothing can be fetched again. Unset it first.")
-    with hub.plain_errors(repo_id):
+    with plain_errors(repo_id):
         if version is None and revision is None:
             known = hub.versions(repo_id, from_cache=offline)
             if not known:
-                raise UnknownKernel(f"{repo_id}: no version on {hub.endpoint()}{' (offline: in the cache)' * offline}.")
+                where = f"in the cache {hub.cache_folder(repo_id)} (HF_HUB_OFFLINE=1)" if offline else hub.endpoint()
+                raise UnknownKernel(f"{repo_id}: no version {'' if offline else 'on '}{where}.")
             version = max(known)
         commit = hub.find_commit(api, repo_id, version, revision, from_cache=offline)
         if force:

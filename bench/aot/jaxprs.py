@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 # Their bodies run zero or many times, with other arguments than the equation's own.
 _CONTROL_FLOW = ("while", "scan", "cond", "pallas_call")
 
@@ -21,8 +19,8 @@ def inner_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
 
 
-def run_equation(jaxpr: Any, eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Run one equation by wrapping it in a jaxpr of its own."""
-    arguments = {atom: value for atom, value in zip(eqn.invars, inputs, strict=True) if not hasattr(atom, "val")}
-    alone = jaxpr.replace(constvars=[], invars=list(arguments), outvars=eqn.outvars, eqns=[eqn], debug_info=None)
-    return jax.core.eval_jaxpr(alone, (), *arguments.values())
+def run_equation(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of one equation for these values of what it reads: numbers, or tracers inside another trace."""
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]

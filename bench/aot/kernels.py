@@ -25,7 +25,7 @@ class Row:
     blocks: dict[str, int] | None
     report: Report
     same_tile: bool = False  # a peer at our blocks, as against its own best
-    tried: int = 1  # tilings the row is the best of
+    tried: int = 1  # tilings that the row is the best of
 
     @property
     def key(self) -> str:
@@ -102,13 +102,20 @@ def report_kernel(
         for impl in ("ours", *peers)
         for index, blocks in enumerate(_blocks(module, workload, target, impl))
     ]
-    reports = compile_wishes(wishes, workers=workers, timeout_s=timeout_s, cache=cache, on_done=on_done)
-    return _choose_rows(list(zip(wishes, reports, strict=True)))
+    options: dict[str, Any] = {"workers": workers, "timeout_s": timeout_s, "cache": cache, "on_done": on_done}
+    # A search is decided by the kernels alone: what XLA does around them is estimated for the rows that are shown.
+    chosen = _choose(wishes, compile_wishes(wishes, around=False, **options))
+    reports = compile_wishes([wish for wish, _ in chosen], **options)
+    return [
+        Row(kernel, wish.workload, wish.impl, wish.blocks, report, wish.first and tried != 1, max(tried, 1))
+        for (wish, tried), report in zip(chosen, reports, strict=True)
+    ]
 
 
 def compile_wishes(
     wishes: Sequence[Wish],
     *,
+    around: bool = True,
     workers: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     cache: Path | None = None,
@@ -116,7 +123,7 @@ def compile_wishes(
 ) -> list[Report]:
     programs = [find_program(wish.program) for wish in wishes]
     jobs = [
-        Job(wish.target, wish.program, program.options, _label(wish))
+        Job(wish.target, wish.program, program.options, _label(wish), around)
         for wish, program in zip(wishes, programs, strict=True)
     ]
     done = 0
@@ -159,17 +166,16 @@ def _label(wish: Wish) -> str:
     return " ".join(filter(None, [wish.workload.case, wish.workload.op, IMPLS[wish.impl], tile]))
 
 
-def _choose_rows(results: list[tuple[Wish, Report]]) -> list[Row]:
-    """Ours; each peer at our blocks and, where that is another tiling, at its best by modelled time."""
+def _choose(wishes: Sequence[Wish], reports: Sequence[Report]) -> list[tuple[Wish, int]]:
+    """Ours; each peer at our blocks and, where that is another tiling, at its best by modelled time.
+
+    Returns  the chosen, each with the number of tilings it is the best of; 0 for one that is not the best
+    """
     groups: dict[Any, list[tuple[Wish, Report]]] = {}
-    for wish, report in results:
+    for wish, report in zip(wishes, reports, strict=True):
         groups.setdefault((wish.workload, wish.target, wish.impl), []).append((wish, report))
-    rows = []
-    for tried in groups.values():
-        best = min(tried, key=lambda pair: (pair[1].time_us is None, pair[1].time_us or 0.0, not pair[0].first))
-        for wish, report in tried:
-            if wish.first or wish is best[0]:
-                same = wish.first and len(tried) > 1
-                count = len(tried) if wish is best[0] else 1
-                rows.append(Row(wish.kernel, wish.workload, wish.impl, wish.blocks, report, same, count))
-    return rows
+    chosen = []
+    for group in groups.values():
+        best = min(group, key=lambda pair: (pair[1].kernel_us is None, pair[1].kernel_us or 0.0, not pair[0].first))[0]
+        chosen += [(wish, len(group) if wish is best else 0) for wish, _ in group if wish.first or wish is best]
+    return chosen

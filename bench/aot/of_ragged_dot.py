@@ -75,7 +75,7 @@ def own_blocks(op: str, case_name: str, target: str) -> dict[str, int]:
 
 
 def peer_blocks(op: str, case_name: str, target: str, impl: str) -> list[dict[str, int] | None]:
-    """Tiles to try: ours first, then the whole inner axis with wide and narrow columns, and longer row tiles."""
+    """Tiles to try: ours first, then the inner axis whole and columns as wide as VMEM allows, with 128 and 256 rows."""
     if impl.startswith("xla"):
         return [None]
     case, own = _case(case_name), own_blocks(op, case_name, target)
@@ -83,7 +83,8 @@ def peer_blocks(op: str, case_name: str, target: str, impl: str) -> list[dict[st
     tiles = [(min(own["block_m"], case.m), own["block_k"], own["block_n"])]
     # Peers need row tiles that divide m; m of a model case is a multiple of 8.
     for rows in [size for size in (128, 256) if case.m % size == 0] or [case.m]:
-        tiles += [(rows, k, columns) for columns in (n, n // 2) if _peer_vmem_bytes(rows, k, columns) < 40 << 20]
+        widths = [columns for columns in (n, n // 2) if _peer_vmem_bytes(rows, k, columns) < 40 << 20]
+        tiles += [(rows, k, columns) for columns in widths[:1]]
     return [dict(zip(("block_m", "block_k", "block_n"), tile, strict=True)) for tile in dict.fromkeys(tiles)]
 
 

@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,7 @@ class Job:
     program: dict[str, Any]
     options: dict[str, str | bool] = field(default_factory=dict)
     label: str = ""
+    around: bool = True  # also estimate the XLA operations around the kernels
 
 
 def run_jobs(
@@ -65,7 +66,7 @@ def run_jobs(
     folder = cache if cache is not None else cache_folder()
 
     def run(job: Job) -> dict[str, Any]:
-        result = _run_cached(job, folder, timeout_s)
+        result = _run(job, folder, timeout_s)
         if on_done is not None:
             on_done(job, result)
         return result
@@ -92,15 +93,30 @@ def cache_folder() -> Path:
     return Path(root) / "aot"
 
 
-def _run_cached(job: Job, cache: Path, timeout_s: float) -> dict[str, Any]:
-    entry = cache / f"{_key(job)}.json"
+def _run(job: Job, cache: Path, timeout_s: float) -> dict[str, Any]:
+    result = _cached(cache, _key(job, "bundles"), lambda: _compile(job, timeout_s))
+    if result["status"] not in ("compiled", "no estimate"):
+        return result
+    if not result.get("pieces"):
+        return result | {"xla": []}
+    if not job.around:
+        return result
+    around = _cached(cache, _key(job, "profile"), lambda: _run_worker(job, dump="profile", timeout_s=timeout_s))
+    result["cached"] &= around["cached"]
+    if "xla" in around:
+        return result | {"xla": around["xla"]}
+    return result | {"xla_reason": around.get("reason") or around.get("dump_error") or plain_reason(around["error"])}
+
+
+def _cached(cache: Path, key: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    entry = cache / f"{key}.json"
     try:
         return json.loads(entry.read_text()) | {"cached": True}
     except (OSError, ValueError):
         pass  # not there, or not readable as JSON: compile again
-    result = _run_with_fallback(job, timeout_s)
+    result = run()
     # What ran out of time or memory may be the machine's fault, not the program's.
-    if result["status"] not in ("timed out", "crashed") and "no answer" not in result.get("xla_reason", ""):
+    if result["status"] != "timed out" and "was killed" not in result.get("reason", ""):
         _store(entry, result)
     return result | {"cached": False}
 
@@ -115,7 +131,7 @@ def _store(entry: Path, result: dict[str, Any]) -> None:
         pass  # a cache that can't be written costs time, nothing else
 
 
-def _key(job: Job) -> str:
+def _key(job: Job, dump: str) -> str:
     """Everything the result depends on. Named functions count with the text of the files around them."""
     program = dict(job.program)
     digest = hashlib.sha256()
@@ -132,7 +148,7 @@ def _key(job: Job) -> str:
     for source in sources:
         digest.update(source.read_bytes())
     versions = {name: _version(name) for name in ("jax", "jaxlib", "libtpu", "tokamax")}
-    digest.update(json.dumps([job.target, program, job.options, versions], sort_keys=True).encode())
+    digest.update(json.dumps([job.target, program, job.options, dump, versions], sort_keys=True).encode())
     return digest.hexdigest()
 
 
@@ -143,28 +159,19 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _run_with_fallback(job: Job, timeout_s: float) -> dict[str, Any]:
+def _compile(job: Job, timeout_s: float) -> dict[str, Any]:
     """When the process dies while it writes its dump, ask whether the program compiles at all."""
     result = _run_worker(job, dump="bundles", timeout_s=timeout_s)
     if result["status"] == "crashed":
         reason = f"the compiler's dump aborts: {result['reason']}"
         result = _run_worker(job, dump="nothing", timeout_s=timeout_s)
         if result["status"] == "compiled":
-            result |= {"status": "no estimate", "reason": reason}
+            return result | {"status": "no estimate", "reason": reason}
     if result["status"] == "refused":
         return result | {"reason": plain_reason(result["error"])}
     if "dump_error" in result:
-        result |= {"status": "no estimate", "reason": result["dump_error"]}
-    if result["status"] in ("compiled", "no estimate"):
-        result |= _profile(job, timeout_s) if result.get("pieces") else {"xla": []}
+        return result | {"status": "no estimate", "reason": result["dump_error"]}
     return result
-
-
-def _profile(job: Job, timeout_s: float) -> dict[str, Any]:
-    result = _run_worker(job, dump="profile", timeout_s=timeout_s)
-    if "xla" in result:
-        return {"xla": result["xla"]}
-    return {"xla_reason": result.get("reason") or result.get("dump_error") or plain_reason(result["error"])}
 
 
 def _run_worker(job: Job, *, dump: str, timeout_s: float) -> dict[str, Any]:

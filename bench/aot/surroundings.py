@@ -32,7 +32,6 @@ class Piece:
 class _Step:
     """One equation, with a number for each value it reads or writes; constants stand as they are."""
 
-    jaxpr: Any
     eqn: Any
     reads: tuple[Any, ...]  # int: a value's number; otherwise ("constant", value)
     writes: tuple[int, ...]
@@ -86,7 +85,7 @@ def _flatten(
             writes: Sequence[Any] = _flatten(*inner, reads, steps, shapes)
         else:
             writes = [_name(shapes, var.aval) for var in eqn.outvars]
-            steps.append(_Step(jaxpr, eqn, tuple(reads), tuple(writes)))
+            steps.append(_Step(eqn, tuple(reads), tuple(writes)))
         names.update(zip(eqn.outvars, writes, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -107,5 +106,5 @@ def _run(steps: Sequence[_Step], takes: Sequence[int], gives: Sequence[int], *ar
     values = dict(zip(takes, arguments, strict=True))
     for step in steps:
         inputs = [values[r] if isinstance(r, int) else r[1] for r in step.reads]
-        values.update(zip(step.writes, run_equation(step.jaxpr, step.eqn, inputs), strict=True))
+        values.update(zip(step.writes, run_equation(step.eqn, inputs), strict=True))
     return [values[name] for name in gives]

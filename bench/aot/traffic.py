@@ -122,7 +122,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], found: lis
         elif any(value is None for value in inputs) or not _small(eqn):
             outputs = [None] * len(eqn.outvars)
         else:
-            outputs = run_equation(jaxpr, eqn, inputs)
+            outputs = run_equation(eqn, inputs)
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -139,7 +139,8 @@ def _kernel_traffic(eqn: Any, inputs: Sequence[Any]) -> Traffic:
     if any(bound is None for bound in bounds):
         raise TrafficUnknown(f"{name}: the grid depends on an argument given as a shape only; give its values.")
     grid = tuple(size if isinstance(size, int) else int(bounds.pop(0)) for size in mapping.grid)
-    steps = np.stack([axis.ravel() for axis in np.indices(grid)], axis=1).astype(np.int32)  # (steps, grid axes)
+    axes = [axis.ravel() for axis in np.indices(grid)]
+    steps = np.stack(axes, axis=1).astype(np.int32) if axes else np.zeros((1, 0), np.int32)  # (steps, grid axes)
     operands = [_operand_traffic(name, block, steps, tables) for block in mapping.block_mappings]
     inputs_outputs = tuple(operands[: mapping.num_inputs]), tuple(operands[mapping.num_inputs :])
     return Traffic(name, grid, *inputs_outputs, _vmem_limit(eqn.params.get("compiler_params")))

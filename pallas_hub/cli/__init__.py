@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -25,8 +26,9 @@ COMMANDS = {
     "aot": "aot",
 }
 
-# These run no kernel. torch must not start device backends (torch_tpu looks for TPUs and warns) on their account.
-_WITHOUT_DEVICES = {"list", "info", "build", "publish", "download", "verify", "lock", "serve"}
+# These run no kernel, or on the CPU alone. torch and JAX must not start other devices (both look for TPUs and warn) on
+# their account.
+_WITHOUT_DEVICES = {"list", "info", "build", "publish", "download", "verify", "lock", "serve", "bench", "demo"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.command in _WITHOUT_DEVICES:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     command = importlib.import_module(f"pallas_hub.cli.{COMMANDS[args.command]}")
     from pallas_hub.registry.errors import PallasHubError
 
@@ -64,3 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output (head, less) went away: not an error of ours.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        print(f"pallas-hub {args.command}: {_about_files(error)}", file=sys.stderr)
+        return 1
+
+
+def _about_files(error: OSError) -> str:
+    """A file that cannot be read or written, in words."""
+    place = f"{error.filename}: " if error.filename else ""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    mend = "Free some space, or choose another place." if full else "Check its permissions, or choose another place."
+    return f"{place}{error.strerror or error}. {mend}"

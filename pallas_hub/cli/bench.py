@@ -72,16 +72,21 @@ def run(args: argparse.Namespace) -> int:
         if workload not in names:
             raise ValueError(f"--workload must be one of {', '.join(names)}; got {workload!r}.")
         results = []
+        if not args.json:
+            print("\n".join(report.header_lines(about)), flush=True)
         dtypes, tokens = args.dtype or module.DTYPES, args.tokens or module.TOKENS
         for case in module.cases(kernel, workload, dtypes, tokens, args.all):
             _progress(f"{case.title} ...")
             record = record_paths_of(kernel)
             results.append(run_case(case, seconds=args.seconds, cold=args.cold, record_paths=record))
+            if not args.json:  # each table as soon as it is there: the rivals of a large case take minutes
+                print("\n".join(["", *report.case_lines(results[-1])]), flush=True)
         if args.plot:
             plots.save_plot(about, results, args.plot)
     except Exception as error:  # one line that names the cause
         return _fail(error)
-    print(json.dumps(report.to_json(about, results), indent=2) if args.json else report.text(about, results))
+    if args.json:
+        print(json.dumps(report.to_json(about, results), indent=2))
     if args.plot:
         _progress(f"chart saved to {args.plot}")
     return 1 if any(result.failed for result in results) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from dataclasses import asdict
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pallas_hub.demo import Step
 
+# Of the extras serve, aot and transformers. Without libtpu the last step alone is skipped.
+_NEEDS = ("starlette", "uvicorn", "dulwich", "jax", "transformers")
 _EPILOG = """\
 examples:
   pallas-hub demo
@@ -18,7 +21,7 @@ examples:
 
 Starts a Hub on loopback, publishes both kernels to it, loads them back, checks them, swaps them into a Qwen3-MoE
 model, times one layer at real size and compiles the Pallas kernels for TPUs. Nothing leaves the machine and nothing
-is left on it. Takes about two minutes on two cores and 4 GB of memory. The exit code is 1 when a check fails.
+is left on it. `make demo` installs what it needs. Takes about two minutes on two cores and 4 GB of memory. The exit code is 1 when a check fails.
 """
 
 
@@ -40,6 +43,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"pallas-hub demo: not installed: {', '.join(missing)}. Run `make demo` in a checkout, or install what the "
+            "demo needs: pip install 'pallas-hub[serve,aot,transformers]'",
+            file=sys.stderr,
+        )
+        return 1
     from pallas_hub import demo
 
     def say(line: str) -> None:

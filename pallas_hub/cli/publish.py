@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+from collections import Counter
+from collections.abc import Iterable
 
 from pallas_hub.registry.publish import Published, publish
 
@@ -49,7 +51,7 @@ def _text(done: Published) -> str:
         return f"{where} is up to date; nothing to push."
     lines = [f"would push to {where}:" if done.dry_run else f"pushed to {where}:"]
     for mark, paths in (("+", done.added), ("~", done.changed), ("-", done.deleted)):
-        lines += [f"  {mark} {path}" for path in paths]
+        lines += [f"  {mark} {path}" for path in _folded(paths)]
     lines += [f"  ~ {path} (on main)" for path in done.main_changed]
     if done.not_compared:
         lines.append(f"every file is listed, since it is not known what is there: {done.not_compared}")
@@ -58,3 +60,11 @@ def _text(done: Published) -> str:
     if done.released:
         lines.append("hub_manifests: the build is marked as released; commit that change.")
     return "\n".join(lines)
+
+
+def _folded(paths: Iterable[str]) -> list[str]:
+    """One line per build variant with more than five files, in the place of its first file. `--json` names them all."""
+    folders = {path: "/".join(path.split("/")[:2]) + "/" if path.startswith("build/") else path for path in paths}
+    count = Counter(folders.values())
+    lines = {f"{to} ({count[to]} files)" if count[to] > 5 else path: None for path, to in folders.items()}
+    return list(lines)

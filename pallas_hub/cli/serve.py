@@ -17,7 +17,7 @@ example:
   pallas-hub serve --store ~/kernel-store --trust pallas-hub
   export HF_ENDPOINT=http://127.0.0.1:8787        # in the shell of the client
   pallas-hub publish rms-norm --org pallas-hub
-  git clone http://127.0.0.1:8787/kernels/pallas-hub/rms-norm
+  git clone --branch v1 http://127.0.0.1:8787/kernels/pallas-hub/rms-norm   # main holds the card alone
 """
 
 

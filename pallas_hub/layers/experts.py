@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pallas_hub.layers import state
+from pallas_hub.layers.interface import kernel_behind
 from pallas_hub.layers.loading import Kernel
 from pallas_hub.layers.norms import FLOATS
 
@@ -78,12 +79,21 @@ def _table_of(cls: Any) -> object | None:
     return cells["experts_interface"].cell_contents if "experts_interface" in cells else None
 
 
+def kernel_by_setting(module: Any) -> Kernel | None:
+    """The kernel that these experts run since their config says so, with or without kernelize."""
+    if not is_experts(module) or not state.has_class_forward(module):
+        return None
+    return kernel_behind(getattr(module.config, "_experts_implementation", None))
+
+
 def original_forward(module: Any, implementation: str | None) -> Callable:
-    """The function that Transformers runs under the setting `implementation`."""
+    """The function that Transformers runs under the setting `implementation`; eager where that is a kernel of ours."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     eager = type(module).forward.__wrapped__
-    return eager if implementation in (None, "eager") else ALL_EXPERTS_FUNCTIONS.get_interface(implementation, eager)
+    if implementation in (None, "eager") or kernel_behind(implementation) is not None:
+        return eager
+    return ALL_EXPERTS_FUNCTIONS.get_interface(implementation, eager)
 
 
 def example_inputs(module: Any, tokens: int, device: Any = None) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,6 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pallas_hub.layers.loading import DEFAULT_REPOS, EXPERTS, Kernel, load_kernel
@@ -54,13 +53,20 @@ def implementation_for(kernel: Kernel, *, default: bool) -> str:
         return NAME
     name = f"{NAME}:{kernel.repo_id}" + ("" if kernel.version is None else f"@{kernel.version}")
     taken, number = name, 1
-    while _OTHERS.get(name, kernel.module) is not kernel.module:  # same repo, other code: models may run that one
+    while name in _OTHERS and _OTHERS[name].module is not kernel.module:  # other code of that repo: a model may run it
         number += 1
         name = f"{taken}#{number}"
     if name not in _OTHERS:
-        _OTHERS[name] = kernel.module
+        _OTHERS[name] = kernel
         ALL_EXPERTS_FUNCTIONS.register(name, _experts_function(lambda: kernel))
     return name
+
+
+def kernel_behind(implementation: str | None) -> Kernel | None:
+    """The kernel that Transformers runs under this setting; None for a setting of its own. Loads nothing."""
+    if implementation == NAME:
+        return _DEFAULT[0] if _DEFAULT else Kernel(DEFAULT_REPOS[EXPERTS], None, None, None)
+    return _OTHERS.get(implementation)
 
 
 def supports_gradient(kernel: Kernel) -> bool:
@@ -68,7 +74,7 @@ def supports_gradient(kernel: Kernel) -> bool:
 
 
 _DEFAULT: list[Kernel] = []  # the kernel behind "pallas", once it is loaded
-_OTHERS: dict[str, ModuleType] = {}  # name in the table -> kernel module, for kernels that were asked for by name
+_OTHERS: dict[str | None, Kernel] = {}  # name in the table -> kernel, for kernels that were asked for by name
 
 
 def _enter(table: Any) -> None:

@@ -24,7 +24,7 @@ class Kernel:
     repo_id: str
     version: int | None
     source: str | None
-    module: ModuleType = field(compare=False, repr=False)
+    module: Any = field(compare=False, repr=False)  # None if it is not loaded
 
     def __deepcopy__(self, memo: dict) -> Kernel:
         return self  # modules cannot be copied, and a copy of a model runs the same kernel

@@ -67,7 +67,10 @@ def why_not(module: Any, layer: type[nn.Module]) -> str | None:
             fits = result.shape == x.shape and result.dtype == dtype
             _CANNOT_RUN[key] = None if fits else f"the kernel's result is {_name(result.dtype)} {tuple(result.shape)}"
         except Exception as error:
-            _CANNOT_RUN[key] = f"the kernel cannot run it: {type(error).__name__}: {_first_line(error)}"
+            reason = f"the kernel cannot run it: {type(error).__name__}: {_first_line(error)}"
+            if isinstance(error, ImportError):  # of the environment, not the layer: an installation mends it
+                return reason
+            _CANNOT_RUN[key] = reason
     return _CANNOT_RUN[key]
 
 

@@ -81,15 +81,18 @@ def unkernelize(model: nn.Module) -> nn.Module:
 def _describe(path: str, module: nn.Module, device: torch.device) -> LayerReport:
     original = type(module).__name__
     record = state.record_of(module)
-    if record is None or record.kernel is None or not state.is_swapped(module):
+    if record is not None and record.kernel is not None and state.is_swapped(module):
+        kernel, layer = record.kernel, record.layer
+    else:
+        kernel, layer = experts.kernel_by_setting(module), experts.LAYER
+    if kernel is None:
         return LayerReport(path, original, swapped=False, reason=_reason(module))
-    kernel = record.kernel
     return LayerReport(
         path,
         original,
         swapped=True,
         kernel=kernel.repo_id,
-        layer=record.layer,
+        layer=layer,
         version=kernel.version,
         source=kernel.source,
         runs=path_of(kernel, device),
@@ -108,13 +111,14 @@ def _reason(module: nn.Module) -> str:
 
 def _verify(model: nn.Module, report: Report, inputs: Any) -> None:
     measured = compare_layers(model, inputs)
-    for layer in report.swapped:
+    swapped = [report[path] for path in measured]  # and not experts that run a kernel by setting, without kernelize
+    for layer in swapped:
         layer.inputs, layer.max_abs_error, layer.max_rel_error, layer.tolerance = measured[layer.path]
-    wrong = [layer for layer in report.swapped if not layer.within_tolerance]
+    wrong = [layer for layer in swapped if not layer.within_tolerance]
     worst = max(wrong, key=lambda layer: layer.error_rank, default=None)
     if worst is not None:
         raise VerificationError(
-            f"kernelize: {len(wrong)} of {len(report.swapped)} swapped layers differ from the original by more than "
+            f"kernelize: {len(wrong)} of {len(swapped)} swapped layers differ from the original by more than "
             f"rounding explains. Largest: {worst.path or '(model)'} ({worst.original}, {worst.kernel}): relative error "
             f"{worst.max_rel_error:.1e}, tolerance {worst.tolerance:.1e}, {worst.inputs} inputs. The model was put "
             f"back; kernelize(model, kernels=[...]) can leave this kind of layer out."

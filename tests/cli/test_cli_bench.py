@@ -3,6 +3,7 @@
 import argparse
 import builtins
 import json
+import os
 import types
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pallas_hub.bench import bridge_overhead, loading, runner
 from pallas_hub.bench.workloads import ragged_dot
 from pallas_hub.cli import bench as command
+from pallas_hub.cli import main
 
 
 def parse(*arguments):
@@ -99,6 +101,22 @@ def test_plot_is_written(use_kernel, tmp_path):
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_titles_of_the_plot_are_not_cut_off(use_kernel, monkeypatch, tmp_path):
+    from matplotlib.figure import Figure
+
+    outside = []
+
+    def look(figure, path, **options):
+        figure.draw_without_rendering()
+        boxes = [axes.title.get_window_extent() for axes in figure.axes]
+        outside.extend(box for box in boxes if box.x0 < 0 or box.x1 > figure.bbox.width)
+
+    use_kernel(right)
+    monkeypatch.setattr(Figure, "savefig", look)
+    assert command.run(parse(*QUICK, "--plot", str(tmp_path / "bench.png"))) == 0
+    assert not outside
+
+
 def test_plot_without_matplotlib_is_refused_before_measuring(use_kernel, monkeypatch, capsys, tmp_path):
     use_kernel(right)
     real = builtins.__import__
@@ -168,3 +186,16 @@ def test_a_bridge_that_is_wrong_is_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(bridge_overhead, "measure", measure)
     assert command.run(parse("bridge")) == 1
     assert "nothing was timed" in capsys.readouterr().err
+
+
+def test_the_command_line_starts_no_other_device_than_the_cpu(monkeypatch):
+    seen = {}
+    for name in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, "")  # so that what main sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(command, "run", lambda args: seen.update(os.environ) or 0)
+    assert main(["bench", "bridge"]) == 0
+    assert (seen["TORCH_DEVICE_BACKEND_AUTOLOAD"], seen["JAX_PLATFORMS"]) == ("0", "cpu")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    assert main(["bench", "bridge"]) == 0
+    assert seen["JAX_PLATFORMS"] == "tpu"

@@ -79,6 +79,14 @@ def test_json_holds_the_facts_and_nothing_else_is_on_stdout(fresh, monkeypatch, 
     assert "[1/2] Do something good" in captured.err
 
 
+def test_missing_packages_are_named_before_the_first_step(monkeypatch, capsys):
+    monkeypatch.setattr(command, "_NEEDS", ("json", "no_such_package", "nor_this_one"))
+    assert command.run(parse()) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "not installed: no_such_package, nor_this_one. Run `make demo`" in captured.err
+
+
 def test_a_process_that_knows_another_hub_is_refused(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.ModuleType("huggingface_hub"))
     assert command.run(parse()) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers_fakes import experts_kernel
+from layers_fakes import experts_kernel, norm_kernel
 from layers_models import ids, tiny
 
 import pallas_hub
@@ -113,6 +113,37 @@ def test_kernelize_keeps_a_model_that_has_the_name_already(kernel):
     assert model.config._experts_implementation == "pallas"
     pallas_hub.unkernelize(model)
     assert model.config._experts_implementation == "pallas"
+
+
+def test_explain_tells_the_kernel_that_the_setting_alone_runs(kernel):
+    model = tiny("qwen3_moe", experts_implementation="pallas")
+    row = pallas_hub.explain(model)["model.layers.0.mlp.experts"]
+    assert str(row).endswith("Qwen3MoeExperts  pallas-hub/ragged-dot:experts_forward, loads at its first call")
+    assert kernel.loads == []
+    with torch.no_grad():
+        model(ids())
+    report = pallas_hub.explain(model)
+    assert len(report.swapped) == 2
+    assert report["model.layers.0.mlp.experts"].source == "module"
+    model.set_experts_implementation("eager")
+    assert pallas_hub.explain(model)["model.layers.0.mlp.experts"].reason == "kernelize was not called"
+
+
+def test_verify_compares_with_the_code_of_transformers_not_with_the_kernel_itself(fresh_pallas):
+    wrong = experts_kernel()
+    right = wrong.experts_forward
+    wrong.experts_forward = lambda self, x, *routing: right(self, x, *routing) + (len(x) > 5)  # a few tokens are right
+    with use_loader(lambda repo_id, version: wrong):
+        model = tiny("qwen3_moe", experts_implementation="pallas")
+        with pytest.raises(pallas_hub.layers.VerificationError, match=r"kernelize: 2 of 2 swapped layers differ"):
+            pallas_hub.kernelize(model, kernels=["experts"], verify=True)
+
+
+def test_verify_passes_over_experts_that_kernelize_was_told_to_leave_alone(kernel):
+    model = tiny("qwen3_moe", experts_implementation="pallas")
+    report = pallas_hub.kernelize(model, kernels={"RMSNorm": norm_kernel(), "experts": None}, verify=True)
+    assert report["model.layers.0.input_layernorm"].max_rel_error is not None
+    assert report["model.layers.0.mlp.experts"].max_rel_error is None
 
 
 def test_another_kernel_gets_a_name_of_its_own(kernel):

@@ -367,3 +367,19 @@ def test_a_kernel_that_ignores_a_bias_does_not_get_the_experts():
     kernel.experts_forward = forgetful
     with pytest.warns(UserWarning, match="it computes something else than the kernel: relative error"):
         pallas_hub.kernelize(model, kernels={"experts": kernel, "RMSNorm": None})
+
+
+def test_a_kernel_that_could_not_import_something_is_tried_again():
+    kernel = norm_kernel()
+    forward, installed = kernel.layers.RMSNorm.forward, []
+
+    def needs_jax(self, hidden_states):
+        if not installed:
+            raise ImportError("no jax here")
+        return forward(self, hidden_states)
+
+    kernel.layers.RMSNorm.forward = needs_jax
+    layer = LlamaRMSNorm(48)
+    assert norms.why_not(layer, kernel.layers.RMSNorm) == "the kernel cannot run it: ImportError: no jax here"
+    installed.append("jax")
+    assert norms.why_not(layer, kernel.layers.RMSNorm) is None

@@ -139,3 +139,17 @@ def test_a_hub_that_is_down_is_part_of_the_answer(shelf: Shelf, tmp_path: Path, 
         assert "cannot be reached" in words(capsys)[1]
     assert main(["lock", f"{REPO}@1"]) == 1
     assert "cannot be reached" in words(capsys)[1]
+
+
+def test_publish_names_a_large_variant_once():
+    from pallas_hub.cli.publish import _text
+    from pallas_hub.registry.publish import Published
+
+    cpu = [f"build/torch-cpu/{place}.py" for place in ("__init__", "a/b", "a/c", "d", "e", "f")]
+    added = ["LICENSE", *cpu, "build/torch-tpu/__init__.py"]
+    done = Published(REPO, version=1, endpoint="http://hub", branch="v1", dry_run=False, added=added)
+    assert _text(done).splitlines()[1:] == [
+        "  + LICENSE",
+        "  + build/torch-cpu/ (6 files)",
+        "  + build/torch-tpu/__init__.py",
+    ]

@@ -1,6 +1,7 @@
 """The kernels of this repository, all the way: built, published to a loopback Hub, loaded by both loaders."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import kernels
@@ -18,8 +19,15 @@ NAMES = OUR_SOURCES.names()
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Sources:
-    """The real kernels with manifests of their own: what the working tree builds now, recorded or not."""
-    return dataclasses.replace(OUR_SOURCES, manifests=tmp_path / "manifests")
+    """A copy of the real kernels with manifests of its own: what the working tree builds now, recorded or not.
+
+    A line of its own makes its content unique: equal content is one module per process, with the origin it had first.
+    """
+    shelf = tmp_path / "kernels"
+    shutil.copytree(OUR_SOURCES.kernels, shelf, ignore=shutil.ignore_patterns("__pycache__"))
+    for init in shelf.glob("*/torch-ext/*/__init__.py"):
+        init.write_text(f"{init.read_text()}\n# {tmp_path}\n")
+    return dataclasses.replace(OUR_SOURCES, kernels=shelf, manifests=tmp_path / "manifests")
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -75,11 +75,37 @@ X, W, SIZES = torch.ones(4, 3), torch.ones(2, 3, 5), torch.tensor([2, 2])
             ValueError,
             r"all tensors must be on one device; got lhs on meta, rhs on cpu, group_sizes on cpu\. Try \.to\(lhs\.device\)\.",
         ),
+        (
+            (X, W, [2, 2]),
+            {},
+            TypeError,
+            r"group_sizes must be a tensor; got list\. Try torch\.tensor\(group_sizes\)\.",
+        ),
     ],
 )
 def test_ragged_dot_refuses(arguments, keywords, error, message):
     with pytest.raises(error, match=message):
         ragged_dot(*arguments, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "message"),
+    [
+        (X, W.to(torch.uint8), r"ragged_dot: rhs is uint8; supported: float32, bfloat16, float16\. Try rhs\.to\(torch\.float32\)\."),
+        (X, W.double(), r"ragged_dot: rhs is float64; supported: float32, bfloat16, float16\. Try"),
+        (X.int(), W.int(), r"ragged_dot: lhs is int32; supported: float32, bfloat16, float16, float64\. Try"),
+    ],
+    ids=["packed", "float64", "integers"],
+)
+def test_autocast_makes_no_numbers_of_packed_weights(lhs, rhs, message):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=message):
+        ragged_dot(lhs, rhs, SIZES)
+
+
+def test_autocast_makes_no_numbers_of_packed_experts():
+    packed = {**LAYER, "down_proj": LAYER["down_proj"].to(torch.uint8)}
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"moe_experts: down_proj is uint8; supp"):
+        moe_experts(**packed)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+AUTOCAST = FLOATS[:3]  # what autocast takes; like torch's own, it leaves float64 alone
 INTS = (torch.int32, torch.int64)
 
 
@@ -32,31 +33,39 @@ def check_product(op: str, lhs: Tensor, rhs: Tensor, sizes: Tensor, names: tuple
             f"{op}: {sizes_name} must be (g,) = ({g},) to match {rhs_name} ({letters}) = {shape_text(rhs)}; "
             f"got {shape_text(sizes)}."
         )
-    if autocast_dtype(lhs) is None:
-        check_floats(op, {lhs_name: lhs, rhs_name: rhs})
+    check_floats(op, {lhs_name: lhs, rhs_name: rhs})
     check_whole_numbers(op, sizes_name, sizes)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """What autocast, where it is on, makes of a float tensor; like torch's own, it leaves float64 alone."""
+    """What autocast, where it is on, makes of this tensor."""
     device = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+    if tensor.dtype not in AUTOCAST or not torch.amp.is_autocast_available(device):
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
-    """All of one supported dtype and on one device."""
+    """All of one supported dtype; under autocast, which makes them so, of supported dtypes but not float64."""
     (first, lead), *others = tensors.items()
     if lead.dtype not in FLOATS:
-        mend = f"{first}.to(torch.float32)"
-        raise TypeError(f"{op}: {first} is {dtype_text(lead)}; supported: {', '.join(map(_name, FLOATS))}. Try {mend}.")
+        raise _unsupported(op, first, lead, FLOATS)
+    if autocast_dtype(lead) is not None:
+        for name, tensor in others:
+            if tensor.dtype not in AUTOCAST:
+                raise _unsupported(op, name, tensor, AUTOCAST)
+        return
     for name, tensor in others:
         if tensor.dtype != lead.dtype:
             raise TypeError(
                 f"{op}: {name} must have the dtype of {first}, {dtype_text(lead)}; got {dtype_text(tensor)}. "
                 f"Try {name}.to({first}.dtype)."
             )
+
+
+def _unsupported(op: str, name: str, tensor: Tensor, supported: tuple[torch.dtype, ...]) -> TypeError:
+    names = ", ".join(map(_name, supported))
+    return TypeError(f"{op}: {name} is {dtype_text(tensor)}; supported: {names}. Try {name}.to(torch.float32).")
 
 
 def check_layer(op: str, tensors: dict[str, Tensor], gated: bool, transposed: bool) -> tuple[int, int, int]:
@@ -85,8 +94,7 @@ def check_layer(op: str, tensors: dict[str, Tensor], gated: bool, transposed: bo
             f"{op}: down_proj must be (e, {', '.join(second)}) = ({e}, {', '.join(str(numbers[x]) for x in second)}) "
             f"to match gate_up_proj (e, {', '.join(first)}) = {shape_text(gate_up_proj)}; got {shape_text(down_proj)}."
         )
-    if autocast_dtype(hidden_states) is None:
-        check_floats(op, tensors)
+    check_floats(op, tensors)
     return e, h, width
 
 
@@ -101,6 +109,9 @@ def check_whole_numbers(op: str, name: str, tensor: Tensor) -> None:
 
 def check_one_device(op: str, tensors: dict[str, Tensor | None]) -> None:
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor; got {type(tensor).__name__}. Try torch.tensor({name}).")
     if len({tensor.device for tensor in given.values()}) > 1:
         each = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
         first = next(iter(given))

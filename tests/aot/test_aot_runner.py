@@ -1,0 +1,164 @@
+"""Worker processes: what happens to a program that aborts, hangs, is refused, or was compiled before."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("libtpu", reason="skipped: needs libtpu, the TPU compiler")
+
+from pallas_hub.bench.aot import runner  # noqa: E402
+from pallas_hub.bench.aot.report import build_report  # noqa: E402
+from pallas_hub.bench.aot.runner import Job, plain_reason, run_jobs  # noqa: E402
+from pallas_hub.bench.aot.table import report_text  # noqa: E402
+
+KERNELS = str(Path(__file__).with_name("aot_kernels.py"))
+
+
+def job(function, *args, target="v6e", **static):
+    return Job(target, {"function": f"{KERNELS}:{function}", "args": list(args), "static": static}, {}, function)
+
+
+def run(tmp_path, *jobs, **options):
+    return run_jobs(jobs, workers=1, cache=tmp_path, **options)
+
+
+def test_compiled_program_has_code_traffic_and_surroundings(tmp_path):
+    wanted = job("add_one", "f32[256,512]", pad=True)
+    (result,) = run(tmp_path, wanted)
+    assert result["status"] == "compiled", result
+    report = build_report(wanted, result)
+    (kernel,) = report.kernels
+    assert (kernel.name, kernel.steps, kernel.bytes) == ("add_one", 4, 2 * 256 * 512 * 4)
+    assert kernel.step_bundles > 0
+    assert kernel.spills == kernel.fills == 0
+    assert kernel.vmem_bytes >= 2 * 2 * 64 * 512 * 4
+    assert report.xla_operations >= 2  # the sine before and the cosine after
+    # Each reads and writes the array once: at 1640 GB/s that is the least they can take.
+    assert report.xla_us >= 2 * (2 * 256 * 512 * 4) / 1640e3
+    assert report.time_us == pytest.approx(report.kernel_us + report.xla_us)
+
+
+def test_second_run_comes_from_the_cache(tmp_path):
+    wanted = job("add_one", "f32[64,128]")
+    (first,) = run(tmp_path, wanted)
+    started = time.perf_counter()
+    (second,) = run(tmp_path, wanted)
+    assert time.perf_counter() - started < 1
+    assert (first["cached"], second["cached"]) == (False, True)
+    assert second["kernels"] == first["kernels"]
+
+
+def test_key_depends_on_source_shape_and_target(tmp_path):
+    source = tmp_path / "mine.py"
+    source.write_text("def f(x):\n    return x\n")
+
+    def key(args=("f32[8]",), target="v6e"):
+        return runner._key(Job(target, {"function": f"{source}:f", "args": list(args), "static": {}}), "bundles")
+
+    keys = [key(), key(args=("f32[16]",)), key(target="v5e")]
+    source.write_text("def f(x):\n    return x + 1\n")
+    keys.append(key())
+    assert len(set(keys)) == 4
+
+
+def test_abort_becomes_a_row_with_its_reason(tmp_path):
+    wanted = job("kills_the_process", "f32[8,128]")
+    (result,) = run(tmp_path, wanted)
+    assert result["status"] == "crashed"
+    assert "signal 6" in result["reason"]
+    assert "v6e crashed: signal 6" in report_text([build_report(wanted, result)])
+
+
+def test_abort_of_the_dump_only_is_no_estimate_not_broken(tmp_path, monkeypatch):
+    real = runner._run_worker
+
+    def aborting(job, *, dump, timeout_s):
+        if dump == "nothing":
+            return real(job, dump=dump, timeout_s=timeout_s)
+        return {"status": "crashed", "reason": "signal 6: Check failed: found hlo_deduplication_map"}
+
+    monkeypatch.setattr(runner, "_run_worker", aborting)
+    (result,) = run(tmp_path, job("add_one", "f32[64,128]"))
+    assert result["status"] == "no estimate"
+    assert result["reason"].startswith("the compiler's dump aborts: signal 6")
+    assert result["traffic"][0]["bytes"] == 2 * 64 * 128 * 4  # what was counted stays
+
+
+def test_time_limit_becomes_a_row_and_is_not_remembered(tmp_path):
+    wanted = job("never_returns", "f32[8,128]")
+    (result,) = run(tmp_path, wanted, timeout_s=8)
+    assert (result["status"], result["reason"]) == ("timed out", "no answer from the compiler within 8 s")
+    assert "timed out: no answer from the compiler within 8 s" in report_text([build_report(wanted, result)])
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_too_much_vmem_is_refused_in_plain_words(tmp_path):
+    (result,) = run(tmp_path, job("too_large", "f32[8192,4096]"))
+    assert result["status"] == "refused"
+    assert "of VMEM, the limit is 32.00M: smaller blocks, or a higher vmem_limit_bytes" in result["reason"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("MosaicError: E2003: CompileTimeMosaicUnprovenMemoryAccessAlignment: cannot", "use pl.multiple_of"),
+        (
+            "ValueError: requires that the last two dimensions of your block shape are divisible by 8 and 128 resp.",
+            "must be multiples of 8 and 128, or span the whole array",
+        ),
+        (
+            "MosaicError: Not implemented: Multiple source vregs along gather dimension",
+            "lacks it: Not implemented: Mul",
+        ),
+        ("TypeError: something else\nmore", "TypeError: something else"),
+    ],
+)
+def test_reasons(error, words):
+    assert words in plain_reason(error)
+
+
+def test_several_targets_and_two_processes_at_once(tmp_path):
+    """Two commands on one cache: libtpu lets both in, and both get the same numbers."""
+    command = [sys.executable, "-m", "pallas_hub", "aot", f"{KERNELS}:add_one", "--arg", "f32[64,128]"]
+    command += ["--target", "v5e,v6e", "--workers", "2", "--json", "-"]
+    environment = os.environ | {"PALLAS_HUB_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=200) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    reports = [json.loads(out) for out, _ in outputs]
+    assert [report["target"] for report in reports[0]] == ["v5e", "v6e"]
+    assert reports[0][0]["kernels"] == reports[1][0]["kernels"]
+    assert all(report["kernels"][0]["bytes"] == 2 * 64 * 128 * 4 for report in reports[0])
+
+
+def test_missing_libtpu_says_how_to_install_it(tmp_path):
+    script = (
+        "import sys, importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'libtpu' else find(name, *a)\n"
+        "from pallas_hub.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    for what in (["rms-norm"], [f"{KERNELS}:add_one", "--arg", "f32[8,128]"]):
+        ran = subprocess.run(
+            [sys.executable, "-c", script, "aot", *what],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        assert ran.returncode == 1
+        assert "the TPU compiler is in libtpu, which is not installed" in ran.stderr
+        assert "pip install" in ran.stderr
+        assert "Traceback" not in ran.stderr
