@@ -152,7 +152,10 @@ def _about_the_cache(repo_id: str, error: OSError) -> BaseException:
     if error.errno in _NOT_WRITABLE:
         why = f"{error.strerror}: {error.filename}"
         return LoadError(f"{repo_id}: the cache {folder} cannot be written ({why}). Make it writable, {mend}")
-    return LoadError(f"{repo_id}: {_one_line(str(error))}")
+    text = f"{repo_id}: {_one_line(str(error))}."
+    if "Consistency check failed" in text:  # huggingface_hub: not as many bytes as announced; the file is not kept
+        text += " The download was cut short, by the Hub or by a proxy. Try again."
+    return LoadError(text)
 
 
 def _is_offline_by_wish(error: BaseException | None) -> bool:

@@ -128,7 +128,9 @@ def _load(request: Request) -> ModuleType:
         except HubUnavailable as error:
             away = error
     else:
-        away = HubUnavailable(f"{request.repo_id}: HF_HUB_OFFLINE=1, so only the cache and the bundled copy were tried")
+        away = HubUnavailable(
+            f"{request.repo_id}: HF_HUB_OFFLINE=1, so only the cache and the bundled copy were tried."
+        )
     try:
         return load_remote(request, from_cache=True)
     except (UnknownKernel, UnknownVersion) as error:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,12 @@ def cache_root() -> Path:
     """Folder for builds made on this machine; PALLAS_HUB_CACHE moves it."""
     if chosen := os.environ.get("PALLAS_HUB_CACHE"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pallas-hub"
+    if above := os.environ.get("XDG_CACHE_HOME"):
+        return Path(above) / "pallas-hub"
+    try:
+        return Path.home() / ".cache" / "pallas-hub"
+    except RuntimeError:  # a container whose user has no entry in /etc/passwd and no HOME; what lies there is verified
+        return Path(tempfile.gettempdir()) / f"pallas-hub-{os.getuid()}"
 
 
 def check_repo_id(repo_id: str) -> str:

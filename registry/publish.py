@@ -266,7 +266,7 @@ def _words(repo_id: str, endpoint: str) -> Generator[None]:
         if status in (401, 403):
             text = f"not allowed to write on {endpoint} ({said}). Log in with a token that may write to the "
             raise PublishError(f"{repo_id}: {text}organisation: hf auth login, or HF_TOKEN=... {kept}") from error
-        if status == 412:
+        if status in (409, 412):  # a branch appeared, or moved, since we looked
             raise PublishError(f"{repo_id}: somebody else pushed at the same time; publish again. {kept}") from error
         if status == 507:
             raise PublishError(f"{repo_id}: no room left on {endpoint} ({said}). {kept}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -26,21 +27,27 @@ class Rule:
     def __init__(self, fn: Callable, save: Iterable[str] | Callable | None, schema: Schema, op: str):
         self.fn, self.op = fn, op
         self.names = [argument.name for argument in schema.tensors]
+        self.outputs = output_names(schema)
         self.save = save if callable(save) else self._checked(self.names if save is None else save)
 
     def to_save(self, needs: SimpleNamespace) -> tuple[str, ...]:
         return self._checked(self.save(needs)) if callable(self.save) else self.save
 
     def _checked(self, save: Iterable[str]) -> tuple[str, ...]:
-        known = [*self.names, "outputs"]
+        known = [*self.names, "outputs", *self.outputs]
         if isinstance(save, str) or not set(save) <= set(known):
             came = repr(save) if isinstance(save, str) else list(save)
             raise ValueError(f"{self.op}: save must list names of tensor inputs, or outputs, of {known}; got {came}.")
-        return tuple(save)
+        expanded = (self.outputs if name == "outputs" else (name,) for name in save)
+        return tuple(itertools.chain.from_iterable(expanded))
+
+
+def output_names(schema: Schema) -> tuple[str, ...]:
+    return tuple(f"outputs[{i}]" for i in range(schema.n_outputs))
 
 
 class Saved:
-    """What a backward rule may look at: `saved.<input>`, `saved.<attribute>`, `saved.outputs[i]`."""
+    """What a backward rule may look at: `saved.<input>`, `saved.<attribute>`, `saved.outputs[i]`, None if not saved."""
 
     def __init__(self, op: str, values: dict[str, Any]):
         self.__dict__.update(values, _op=op)
@@ -54,7 +61,7 @@ class Saved:
 def make_kernel(op: Any) -> Callable:
     """The kernel that the dispatcher calls for any tensor that may need a gradient."""
     overload, tensors, attributes = op.overload, op.schema.tensors, op.schema.attributes
-    names = [argument.name for argument in tensors]
+    names, names_of_outputs = [argument.name for argument in tensors], output_names(op.schema)
 
     def forward(ctx: Any, *args: Any) -> Any:
         # torch calls this without grad mode. In nested torch.func transforms, an outer level must still record.
@@ -65,10 +72,9 @@ def make_kernel(op: Any) -> Callable:
         ctx.forced = requested_by_context()
         ctx.attributes = args[len(tensors) :]
         if op.rule is not None:
-            available = dict(zip(names, args, strict=False))
+            available = dict(zip((*names, *names_of_outputs), (*args[: len(names)], *outputs), strict=True))
             ctx.saved_names = op.rule.to_save(_needs(ctx))
-            kept = [available[name] for name in ctx.saved_names if name != "outputs"]
-            ctx.save_for_backward(*kept, *(outputs if "outputs" in ctx.saved_names else ()))
+            ctx.save_for_backward(*(available[name] for name in ctx.saved_names))
         return result
 
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
@@ -93,10 +99,10 @@ def make_kernel(op: Any) -> Callable:
 
     def _saved(ctx: Any) -> Saved:
         values = dict(zip((a.name for a in attributes), ctx.attributes, strict=True))
-        kept = iter(ctx.saved_tensors)
-        values.update((name, next(kept)) for name in ctx.saved_names if name != "outputs")
-        if "outputs" in ctx.saved_names:
-            values["outputs"] = tuple(kept)
+        values.update(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+        outputs = tuple(values.pop(name, None) for name in names_of_outputs)
+        if any(output is not None for output in outputs):
+            values["outputs"] = outputs
         return Saved(op.name, values)
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

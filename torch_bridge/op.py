@@ -113,8 +113,9 @@ class JaxOp:
 
         fn      returns one entry per tensor input, a Tensor or None. needs.<input> tells whether its gradient
                 is asked for; an entry that is not asked for is dropped, so don't compute it
-        save    names of tensor inputs to keep, and "outputs" for all outputs; or a function needs -> names;
-                default all tensor inputs. Attributes are always there: saved.x, saved.eps, saved.outputs[0]
+        save    names of tensor inputs to keep, "outputs[1]" for one output, "outputs" for all; or a function
+                needs -> names; default all tensor inputs. They are saved.x, saved.outputs[1]; attributes,
+                such as saved.eps, are always there
         """
         self.rule = autograd.Rule(fn, save, self.schema, self.name)
 

@@ -113,6 +113,12 @@ def tune_blocks(op: str, case_name: str, target: str) -> list[dict[str, int]]:
     return found
 
 
+def sizes(op: str, case_name: str) -> dict[str, Any]:
+    """What a tuned entry is found by."""
+    case = _case(case_name)
+    return {"op": op, "dtype": "bfloat16", "m": case.m, "k": case.k, "n": case.n, "g": case.g}
+
+
 def _case(name: str) -> Any:
     cases = load_jax_module("ragged-dot", "cases").MODEL_CASES
     found = next((case for case in cases if case.name == name), None)

@@ -73,6 +73,12 @@ def tune_blocks(op: str, case_name: str, target: str) -> list[dict[str, int]]:
     return found
 
 
+def sizes(op: str, case_name: str) -> dict[str, Any]:
+    """What a tuned entry is found by."""
+    case = _case(case_name)
+    return {"op": op, "residual": case.residual, "dtype": case.dtype, "m": case.m, "n": case.n}
+
+
 def _case(name: str) -> Any:
     cases = load_jax_module("rms-norm", "cases").CASES
     found = next((case for case in cases if case.name == name), None)

@@ -224,6 +224,8 @@ def plain_reason(error: str) -> str:
     """The compiler's reason in plain words, or its own first line."""
     if match := re.search(r"Scoped allocation with size (\S+) and limit (\S+) exceeded", error):
         return f"needs {match[1]} of VMEM, the limit is {match[2]}: smaller blocks, or a higher vmem_limit_bytes"
+    if match := re.search(r"Used (\S+) of (\S+) vmem", error):
+        return f"needs {match[1]} of VMEM, there are {match[2]}: smaller blocks"
     if "UnprovenMemoryAccessAlignment" in error:
         return "an index into VMEM is not provably a multiple of the tile: use pl.multiple_of or aligned slices"
     if match := re.search(r"last two dimensions of your block shape are divisible by (\d+) and (\d+)", error):

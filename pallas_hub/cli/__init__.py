@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": "doctor",
     "demo": "demo",
     "aot": "aot",
+    "tune": "tune",
 }
 
 # These run no kernel, or on the CPU alone. torch and JAX must not start other devices (both look for TPUs and warn) on

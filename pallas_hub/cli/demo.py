@@ -21,7 +21,8 @@ examples:
 
 Starts a Hub on loopback, publishes both kernels to it, loads them back, checks them, swaps them into a Qwen3-MoE
 model, times one layer at real size and compiles the Pallas kernels for TPUs. Nothing leaves the machine and nothing
-is left on it. `make demo` installs what it needs. Takes about two minutes on two cores and 4 GB of memory. The exit code is 1 when a check fails.
+is left on it. Takes about two minutes on two cores and 4 GB of memory. The exit code is 1 when a check fails.
+`make demo` installs what it needs.
 """
 
 

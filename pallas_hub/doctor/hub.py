@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import tempfile
@@ -51,6 +52,8 @@ def check_endpoint(environ: Mapping[str, str], reach: Reach) -> Finding:
 
 def reach_endpoint(endpoint: str) -> str | None:
     """None when a web server answers, whatever it answers; otherwise what went wrong."""
+    if not endpoint.startswith(("http://", "https://")):
+        return "it must be a URL, with http:// or https://"
     try:
         request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": "pallas-hub doctor"})
         with urllib.request.urlopen(request, timeout=REACH_TIMEOUT_S):
@@ -59,15 +62,17 @@ def reach_endpoint(endpoint: str) -> str | None:
         return None
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
+    except http.client.HTTPException as error:
+        return f"it does not speak HTTP ({type(error).__name__})"
 
 
 def cache_folders(environ: Mapping[str, str]) -> dict[str, Path]:
     """The folders that downloads and builds go to, by the rules of the libraries that use them."""
-    home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # as it is where there is no home
     hf_home = Path(environ.get("HF_HOME") or home / "huggingface")
-    hub = Path(environ.get("KERNELS_CACHE") or environ.get("HF_HUB_CACHE") or hf_home / "hub").expanduser()
-    own = Path(environ.get("PALLAS_HUB_CACHE") or home / "pallas-hub").expanduser()
-    return {"Hub cache": hub, "pallas-hub cache": own}
+    hub = environ.get("KERNELS_CACHE") or environ.get("HF_HUB_CACHE") or hf_home / "hub"
+    own = environ.get("PALLAS_HUB_CACHE") or home / "pallas-hub"
+    return {name: Path(os.path.expanduser(path)) for name, path in (("Hub cache", hub), ("pallas-hub cache", own))}
 
 
 def check_folder(named: tuple[str, Path]) -> Finding:

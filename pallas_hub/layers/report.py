@@ -18,7 +18,8 @@ class LayerReport:
     kernel: str | None = None  # repo id
     layer: str | None = None  # layer or function of the kernel
     version: int | None = None
-    source: str | None = None  # where the kernel was loaded from; None: at the first call (experts_implementation)
+    source: str | None = None  # where the kernel was loaded from
+    loaded: bool = True  # False: it loads at the first call, as experts_implementation="pallas" does
     runs: str | None = None  # pallas | torch | interpret | jax: the path a call takes on the layer's device, now
     reason: str | None = None  # why it was left alone
     inputs: str | None = None  # what verify compared on: "captured" (the layer's own inputs) or "random"
@@ -43,7 +44,7 @@ class LayerReport:
             return f"{name}  original: {self.reason}"
         version = "" if self.version is None else f" v{self.version}"
         source = "" if self.source is None else f" from {self.source}"
-        runs = "loads at its first call" if self.source is None else f"runs {self.runs}"
+        runs = f"runs {self.runs}" if self.loaded else "loads at its first call"
         text = f"{name}  {self.kernel}{version}:{self.layer}{source}, {runs}"
         if self.max_rel_error is not None:
             text += f", error {self.max_rel_error:.1e} (tolerance {self.tolerance:.1e}, {self.inputs} inputs)"

@@ -81,9 +81,8 @@ def unkernelize(model: nn.Module) -> nn.Module:
 def _describe(path: str, module: nn.Module, device: torch.device) -> LayerReport:
     original = type(module).__name__
     record = state.record_of(module)
-    if record is not None and record.kernel is not None and state.is_swapped(module):
-        kernel, layer = record.kernel, record.layer
-    else:
+    kernel, layer = (None, None) if record is None else (record.kernel, record.layer)
+    if kernel is None or kernel.module is None or not state.is_swapped(module):
         kernel, layer = experts.kernel_by_setting(module), experts.LAYER
     if kernel is None:
         return LayerReport(path, original, swapped=False, reason=_reason(module))
@@ -95,6 +94,7 @@ def _describe(path: str, module: nn.Module, device: torch.device) -> LayerReport
         layer=layer,
         version=kernel.version,
         source=kernel.source,
+        loaded=kernel.module is not None,
         runs=path_of(kernel, device),
     )
 

@@ -66,8 +66,24 @@ def gather_blocks(table, count, x):
 
 
 def too_large(x):
-    """One block of everything: more than VMEM holds."""
-    return pl.pallas_call(_add_one, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="too_large")(x)
+    """64 MiB of scratch memory, all of it used."""
+
+    def body(x_ref, y_ref, scratch_ref):
+        def fill(i, _):
+            scratch_ref[pl.ds(i * 8, 8), :] = jnp.broadcast_to(x_ref[0, 0] + i, (8, 1024)).astype(jnp.float32)
+
+        def add(i, _):
+            y_ref[...] += scratch_ref[pl.ds(i * 8, 8), :128]
+
+        jax.lax.fori_loop(0, 2048, fill, None)
+        jax.lax.fori_loop(0, 2048, add, None)
+
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_shapes=[pltpu.VMEM((16384, 1024), jnp.float32)],
+        name="too_large",
+    )(x)
 
 
 def copies_by_itself(x):

@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("jax")
 pytest.importorskip("libtpu", reason="skipped: needs libtpu, the TPU compiler")
 
-from pallas_hub.bench.aot import runner  # noqa: E402
-from pallas_hub.bench.aot.report import build_report  # noqa: E402
-from pallas_hub.bench.aot.runner import Job, plain_reason, run_jobs  # noqa: E402
-from pallas_hub.bench.aot.table import report_text  # noqa: E402
+from pallas_hub.bench.aot import runner
+from pallas_hub.bench.aot.report import build_report
+from pallas_hub.bench.aot.runner import Job, plain_reason, run_jobs
+from pallas_hub.bench.aot.table import report_text
 
 KERNELS = str(Path(__file__).with_name("aot_kernels.py"))
 
@@ -39,7 +39,7 @@ def test_compiled_program_has_code_traffic_and_surroundings(tmp_path):
     assert (kernel.name, kernel.steps, kernel.bytes) == ("add_one", 4, 2 * 256 * 512 * 4)
     assert kernel.step_bundles > 0
     assert kernel.spills == kernel.fills == 0
-    assert kernel.vmem_bytes >= 2 * 2 * 64 * 512 * 4
+    assert 0 < kernel.vmem_bytes < kernel.vmem_limit_bytes
     assert report.xla_operations >= 2  # the sine before and the cosine after
     # Each reads and writes the array once: at 1640 GB/s that is the least they can take.
     assert report.xla_us >= 2 * (2 * 256 * 512 * 4) / 1640e3
@@ -101,7 +101,7 @@ def test_time_limit_becomes_a_row_and_is_not_remembered(tmp_path):
 
 
 def test_too_much_vmem_is_refused_in_plain_words(tmp_path):
-    (result,) = run(tmp_path, job("too_large", "f32[8192,4096]"))
+    (result,) = run(tmp_path, job("too_large", "f32[8,128]"))
     assert result["status"] == "refused"
     assert "of VMEM, the limit is 32.00M: smaller blocks, or a higher vmem_limit_bytes" in result["reason"]
 
@@ -118,6 +118,7 @@ def test_too_much_vmem_is_refused_in_plain_words(tmp_path):
             "MosaicError: Not implemented: Multiple source vregs along gather dimension",
             "lacks it: Not implemented: Mul",
         ),
+        ("X: Used 256.00M of 127.94M vmem. Exceeded", "needs 256.00M of VMEM, there are 127.94M: smaller blocks"),
         ("TypeError: something else\nmore", "TypeError: something else"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Cutting a program at its kernels: every operation lands in one piece, and the pieces compute what the program does."""
+"""Cutting a program at its kernels: each operation lands in one piece, and pieces compute what the program does."""
 
 from __future__ import annotations
 

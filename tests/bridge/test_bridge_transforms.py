@@ -194,9 +194,13 @@ def test_mistakes_in_a_rule_are_named():
     def double(x: jax.Array) -> jax.Array:
         return x * 2
 
-    with pytest.raises(ValueError, match=r"double: save must list .* of \['x', 'outputs'\]; got \['y'\]"):
+    with pytest.raises(
+        ValueError, match=r"double: save must list .* of \['x', 'outputs', 'outputs\[0\]'\]; got \['y'\]"
+    ):
         jax_op("double", namespace=NAMESPACE, fn=double).set_backward(lambda *a: None, save=["y"])
-    with pytest.raises(ValueError, match=r"double_0: save must list .* of \['x', 'outputs'\]; got 'outputs'"):
+    with pytest.raises(
+        ValueError, match=r"double_0: save must list .* of \['x', 'outputs', 'outputs\[0\]'\]; got 'outputs'"
+    ):
         jax_op("double_0", namespace=NAMESPACE, fn=double).set_backward(lambda *a: None, save="outputs")
 
     op = jax_op("double_1", namespace=NAMESPACE, fn=double)
@@ -226,6 +230,23 @@ def test_a_rule_may_use_outputs():
     x = torch.randn(3, requires_grad=True)
     op(x).sum().backward()
     torch.testing.assert_close(x.grad, x.detach().exp())
+
+
+def test_a_rule_keeps_one_output_and_the_others_stay_free():
+    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x * 2, jax.numpy.exp(x)
+
+    op = jax_op("both", namespace=NAMESPACE, fn=both)
+    op.set_backward(lambda saved, needs, *grads: grads[0] * 2 + grads[1] * saved.outputs[1], save=["outputs[1]"])
+    x = torch.randn(3, requires_grad=True)
+    double, exp = op(x)
+    double.mul_(3)
+    (double + exp).sum().backward()
+    torch.testing.assert_close(x.grad, 6 + x.detach().exp())
+    double, exp = op(x)
+    exp.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        exp.sum().backward()
 
 
 def test_forward_mode_is_refused_by_name():

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -215,6 +216,29 @@ def test_an_endpoint_that_answers_is_ok(tmp_path):
 
     with running_hub(tmp_path) as running:
         assert hub.check_endpoint({"HF_ENDPOINT": running.url}, hub.reach_endpoint).words == "reachable"
+
+
+def test_an_endpoint_that_does_not_speak_http_is_broken():
+    def answer_garbage():
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"\x00\xffgarbage\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer_garbage, daemon=True).start()
+        problem = hub.reach_endpoint(f"http://127.0.0.1:{server.getsockname()[1]}")
+    assert problem == "it does not speak HTTP (BadStatusLine)"
+
+
+@pytest.mark.parametrize("url", ["localhost:8787", "file:///etc/hostname", "ftp://hub"])
+def test_an_endpoint_that_is_no_url_is_broken(url):
+    assert hub.reach_endpoint(url) == "it must be a URL, with http:// or https://"
+
+
+def test_a_user_without_a_home_has_cache_folders():
+    folders = hub.cache_folders({"HF_HOME": "~nobody-of-that-name/hf"})
+    assert str(folders["Hub cache"]) == "~nobody-of-that-name/hf/hub"
 
 
 def test_a_cache_that_is_a_file_is_broken(tmp_path):

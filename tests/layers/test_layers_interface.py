@@ -124,7 +124,7 @@ def test_explain_tells_the_kernel_that_the_setting_alone_runs(kernel):
         model(ids())
     report = pallas_hub.explain(model)
     assert len(report.swapped) == 2
-    assert report["model.layers.0.mlp.experts"].source == "module"
+    assert str(report["model.layers.0.mlp.experts"]).endswith("pallas-hub/ragged-dot:experts_forward, runs None")
     model.set_experts_implementation("eager")
     assert pallas_hub.explain(model)["model.layers.0.mlp.experts"].reason == "kernelize was not called"
 

@@ -54,6 +54,7 @@ def test_report_is_data():
         "layer": "RMSNorm",
         "version": None,
         "source": "module",
+        "loaded": True,
         "runs": None,
         "reason": None,
         "inputs": None,

@@ -214,6 +214,9 @@ def test_the_layer_rule_agrees_with_the_kernels_library(shelf: Shelf, tmp_path: 
     [
         ("[torch-noarch]", "[torch]", r"no \[torch-noarch\] table"),
         ("version = 1", "version = 0", "general.version counts from 1; got 0"),
+        ("version = 1", "version = true", "general.version must be int; got True"),
+        ('["cpu", "cuda", "tpu"]', '[["cpu"]]', "general.backends must be some of cpu, cuda, tpu"),
+        ('[general.hub]\nrepo-id = "pallas-hub/tiny-scale"', "hub = 5", r"\[general.hub\] must hold repo-id"),
         ("version = 1", 'version = "1"', "general.version must be int; got '1'"),
         ('license = "Apache-2.0"\n', "", "general.license must be str; got None"),
         ('name = "tiny-scale"', 'name = "other"', "general.name is 'other' but the folder is called 'tiny-scale'"),
@@ -239,6 +242,20 @@ def test_unknown_names_list_what_exists(shelf: Shelf):
 def test_a_link_out_of_the_kernel_is_refused(shelf: Shelf):
     (shelf.package() / "secret.py").symlink_to("/etc/hostname")
     with pytest.raises(SourceError, match=r"secret.py points outside .*a kernel ships only its own files"):
+        read_source("tiny-scale", shelf.sources)
+
+
+@pytest.mark.parametrize("kind", ["a link to nothing", "a pipe"])
+def test_what_is_no_file_is_refused(shelf: Shelf, kind: str):
+    path = shelf.package() / "odd.py"
+    path.symlink_to("nowhere") if kind == "a link to nothing" else os.mkfifo(path)
+    with pytest.raises(SourceError, match=r"odd.py is not a plain file \(a link to nothing, a pipe\); remove it"):
+        read_source("tiny-scale", shelf.sources)
+
+
+def test_a_build_toml_that_is_no_text_is_refused(shelf: Shelf):
+    (shelf.root / "kernels/tiny-scale/build.toml").write_bytes(b"\xff")
+    with pytest.raises(SourceError, match="not valid TOML"):
         read_source("tiny-scale", shelf.sources)
 
 
@@ -281,9 +298,26 @@ def test_an_interrupted_build_leaves_the_old_one(shelf: Shelf, tmp_path: Path, m
 def test_a_folder_that_is_no_build_is_not_replaced(shelf: Shelf, tmp_path: Path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home/letters.txt").write_text("dear")
-    with pytest.raises(SourceError, match=r"home is not empty and holds no earlier build"):
+    with pytest.raises(SourceError, match=r"home is not empty and not an earlier build"):
         build("tiny-scale", tmp_path / "home", sources=shelf.sources)
-    assert (tmp_path / "home/letters.txt").read_text() == "dear"
+    (tmp_path / "home/build").mkdir()  # many projects have one, with other things in it
+    for known in ("README.md", "LICENSE"):
+        (tmp_path / "home" / known).write_text("mine")
+    for holding, words in (("letters.txt", "it holds letters.txt"), ("build/main.o", "it holds build/main.o")):
+        (tmp_path / "home/letters.txt").unlink(missing_ok=True)
+        (tmp_path / "home" / holding).write_text("dear")
+        with pytest.raises(SourceError, match=rf"not an earlier build \({words}\); choose another folder"):
+            build("tiny-scale", tmp_path / "home", sources=shelf.sources)
+        assert (tmp_path / "home" / holding).read_text() == "dear"
+
+
+def test_a_link_to_a_build_keeps_its_name(shelf: Shelf, tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        build("tiny-scale", tmp_path / "out", sources=shelf.sources)
+        assert (tmp_path / "out").is_symlink()
+        assert (tmp_path / "disk/build/torch-cpu/op.py").is_file()
 
 
 def test_provenance_names_the_last_commit_of_the_sources(shelf: Shelf, tmp_path: Path):

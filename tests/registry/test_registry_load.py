@@ -116,7 +116,7 @@ def test_a_hub_that_is_down_is_replaced_by_the_cache_then_by_the_bundled_copy(sh
 def test_without_hub_cache_and_bundled_copy_the_error_names_all_three(shelf, tmp_path, monkeypatch, offline):
     point_clients_at(CLOSED, tmp_path / "empty", monkeypatch, offline=offline)
     words = "HF_HUB_OFFLINE=1, so only the cache" if offline else "the Hub at http://127.0.0.1:9 cannot be reached"
-    with pytest.raises(HubUnavailable, match=rf"{words}.*is not in the cache .*tiny-scale"):
+    with pytest.raises(HubUnavailable, match=rf"{words}.*\. {REPO} is not in the cache .*tiny-scale"):
         get_kernel(REPO, sources=stranger(shelf))
 
 
@@ -148,6 +148,10 @@ def test_unknown_versions_and_revisions_list_what_exists(shelf: Shelf, hub_url: 
         ({"version": 1, "revision": "v1"}, UnknownVersion, "version or revision, not both; got version=1"),
         ({"version": "1"}, UnknownVersion, "version must be a whole number such as 1"),
         ({"version": True}, UnknownVersion, "version must be a whole number"),
+        ({"version": 2**64}, UnknownVersion, "version must be a whole number"),
+        ({"revision": ".."}, UnknownVersion, "revision must be a branch, tag or commit, as in 'v1'; got '..'"),
+        ({"revision": ""}, UnknownVersion, "revision must be a branch, tag or commit"),
+        ({"revision": 7}, UnknownVersion, "revision must be a branch, tag or commit"),
         ({"trust_remote_code": REPO}, NotTrusted, "must be False, True or a list of exact repo ids"),
         ({"trust_remote_code": ["pallas-hub"]}, SourceError, "repo id must be 'organisation/name'"),
         ({"trust_remote_code": ["pallas-hub/*"]}, SourceError, "repo id must be 'organisation/name'"),
@@ -158,7 +162,9 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict, error: type, 
         get_kernel(REPO, **arguments)
 
 
-@pytest.mark.parametrize("repo_id", ["tiny-scale", "a/b/c", "", "../x", "a/..", None])
+@pytest.mark.parametrize(
+    "repo_id", ["tiny-scale", "a/b/c", "", "../x", "a/..", None, "a/b.", "a/bü", "a/b--c", "a/b.git", f"a/{'b' * 97}"]
+)
 def test_malformed_repo_ids_are_refused(repo_id):
     with pytest.raises(SourceError, match="repo id must be 'organisation/name'"):
         get_kernel(repo_id)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from registry_shelf import Shelf, point_clients_at
 
-from pallas_hub.registry.errors import HubUnavailable, LockError, UnknownKernel
+from pallas_hub.registry.errors import HubUnavailable, LockError, UnknownKernel, UnknownVersion
 from pallas_hub.registry.load import get_kernel, loaded_from
 from pallas_hub.registry.lock import lock, project_dependencies
 
@@ -80,6 +80,12 @@ def test_faults_in_lock_files_are_named(shelf: Shelf, hub_url: str, tmp_path: Pa
         lock({"pallas-hub/other": 1}, path)
     with pytest.raises(LockError, match="nothing to lock"):
         lock({}, path)
+    with pytest.raises(UnknownVersion, match="version must be a whole number such as 1"):
+        lock({REPO: 2**64}, path)
+    with pytest.raises(LockError, match=r"kernels.lock cannot be written \(No such file .*; it is as before"):
+        lock({REPO: 1}, tmp_path / "nowhere/kernels.lock")
+    with pytest.raises(LockError, match=r"cannot be read \(Is a directory\)"):
+        get_kernel(REPO, lockfile=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,8 @@ def test_faults_in_lock_files_are_named(shelf: Shelf, hub_url: str, tmp_path: Pa
         (None, "pyproject.toml does not exist; name the kernels instead"),
         ("[", "not valid TOML"),
         ("", r"no \[tool.kernels.dependencies\] table"),
+        ("[tool.kernels]\ndependencies = 5", r"no \[tool.kernels.dependencies\] table"),
+        ("tool = 5", r"no \[tool.kernels.dependencies\] table"),
         ('[tool.kernels.dependencies]\n"a/b" = "1"', "are whole numbers; got {'a/b': '1'}"),
     ],
 )

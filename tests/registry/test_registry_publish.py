@@ -141,12 +141,14 @@ def test_a_refusal_of_the_hub_is_passed_on(shelf: Shelf, tmp_path: Path, monkeyp
 
     with running_hub(tmp_path / "store", max_commit_bytes=2_000) as hub:
         point_clients_at(hub.url, tmp_path / "hf", monkeypatch)
-        with pytest.raises(PublishError, match=rf"{REPO}: {hub.url} answered 413: .*What was published before is unt"):
+        with pytest.raises(PublishError, match=rf"{REPO}: {hub.url} answered 413 .*What was published before is unt"):
             shelf.publish()
         assert "v1" not in branches(hub.url)
 
 
-@pytest.mark.parametrize(("status", "words"), [(507, "no room left on http"), (429, "answered 429")])
+@pytest.mark.parametrize(
+    ("status", "words"), [(507, "no room left on http"), (429, "answered 429"), (409, "publish again")]
+)
 def test_other_statuses_have_words_too(status: int, words: str):
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError

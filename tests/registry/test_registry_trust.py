@@ -151,6 +151,19 @@ def test_planted_files_are_refused(shelf: Shelf, hub_url: str):
         get_kernel(REPO, sources=shelf.sources)
 
 
+@pytest.mark.parametrize("kind", ["a linked folder", "a pipe"])
+def test_what_no_digest_can_cover_is_refused(shelf: Shelf, hub_url: str, tmp_path: Path, kind: str):
+    from pallas_hub.registry.verify import download, verify
+
+    shelf.publish()
+    place = download(REPO, version=1) / "build/torch-cpu/odd"
+    (tmp_path / "elsewhere").mkdir()
+    place.symlink_to(tmp_path / "elsewhere") if kind == "a linked folder" else os.mkfifo(place)
+    for check in (lambda: get_kernel(REPO, sources=shelf.sources), lambda: verify(place.parent, sources=shelf.sources)):
+        with pytest.raises(DigestMismatch, match="odd: neither a file nor a folder of this kernel"):
+            check()
+
+
 def test_planted_bytecode_is_not_run(shelf: Shelf, hub_url: str, tmp_path: Path):
     import importlib.util
     import py_compile

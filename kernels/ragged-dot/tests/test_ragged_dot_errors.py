@@ -91,7 +91,11 @@ def test_ragged_dot_refuses(arguments, keywords, error, message):
 @pytest.mark.parametrize(
     ("lhs", "rhs", "message"),
     [
-        (X, W.to(torch.uint8), r"ragged_dot: rhs is uint8; supported: float32, bfloat16, float16\. Try rhs\.to\(torch\.float32\)\."),
+        (
+            X,
+            W.to(torch.uint8),
+            r"ragged_dot: rhs is uint8; supported: float32, bfloat16, float16\. Try rhs\.to\(torch\.float32\)\.",
+        ),
         (X, W.double(), r"ragged_dot: rhs is float64; supported: float32, bfloat16, float16\. Try"),
         (X.int(), W.int(), r"ragged_dot: lhs is int32; supported: float32, bfloat16, float16, float64\. Try"),
     ],
@@ -104,7 +108,10 @@ def test_autocast_makes_no_numbers_of_packed_weights(lhs, rhs, message):
 
 def test_autocast_makes_no_numbers_of_packed_experts():
     packed = {**LAYER, "down_proj": LAYER["down_proj"].to(torch.uint8)}
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"moe_experts: down_proj is uint8; supp"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match=r"moe_experts: down_proj is uint8; supp"),
+    ):
         moe_experts(**packed)
 
 

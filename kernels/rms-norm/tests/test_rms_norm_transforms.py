@@ -43,6 +43,18 @@ def test_torch_compile_makes_one_graph(rms_norm_kernel, part, order, path):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("path", ["auto", "torch", "interpret"])
+def test_the_normalised_result_may_be_changed_in_place(rms_norm_kernel, part, path):
+    x, weight, residual = (draw(*shape, seed=1).requires_grad_() for shape in ((5, 48), (48,), (5, 48)))
+
+    def gradients(change):
+        with part("_bridge").use_path(path):
+            y, total = rms_norm_kernel.rms_norm(x, weight, EPS, residual=residual)
+            return torch.autograd.grad(change(y).square().sum() + total.sum(), (x, weight, residual))
+
+    torch.testing.assert_close(gradients(lambda y: y.mul_(2)), gradients(lambda y: y * 2))
+
+
 @pytest.mark.parametrize("path", ["auto", "torch"])
 def test_dynamic_lengths_compile_at_most_twice(rms_norm_kernel, part, path):
     from torch._dynamo.testing import CompileCounter

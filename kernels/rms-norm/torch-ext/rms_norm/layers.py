@@ -53,4 +53,6 @@ def _weight(layer):
 def _epsilon(layer):
     """Llama and its relatives call it variance_epsilon, Gemma and torch.nn.RMSNorm eps."""
     values = layer.__dict__
-    return values["variance_epsilon"] if "variance_epsilon" in values else layer.eps
+    if "variance_epsilon" in values:
+        return values["variance_epsilon"]
+    return layer.eps

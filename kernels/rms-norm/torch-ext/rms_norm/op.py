@@ -176,7 +176,7 @@ def _residual_backward(saved, needs, dy, dtotal):
 
 
 rms_norm_op.set_backward(_backward, save=("x", "weight"))
-rms_norm_residual_op.set_backward(_residual_backward, save=("weight", "outputs"))
+rms_norm_residual_op.set_backward(_residual_backward, save=("weight", "outputs[1]"))
 
 
 def _check(x: Tensor, weight: Tensor | None) -> None:

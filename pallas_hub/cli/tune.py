@@ -1,0 +1,75 @@
+"""`pallas-hub tune`: choose a kernel's block sizes with the real TPU compiler, without a TPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pallas_hub.cli.aot import _names, _positive, _progress
+
+_EPILOG = """\
+examples:
+  pallas-hub tune ragged-dot --target v6e --workload qwen3-30b-a3b-gate-up --op forward
+  pallas-hub tune rms-norm --target tpu7x --limit 6 --out tuning.json
+
+Each candidate is compiled and modelled as by `pallas-hub aot`; nothing is measured, and a candidate replaces the
+default only when the model says it is at least 1 % faster. Interrupted, it goes on where it was.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "tune",
+        help="choose block sizes with the TPU compiler, without a TPU",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kernel", metavar="KERNEL", help="rms-norm or ragged-dot")
+    parser.add_argument("--target", required=True, metavar="T", help="one of v5e, v5p, v6e, tpu7x")
+    parser.add_argument("--workload", type=_names, default=[], metavar="NAME", help="cases whose name contains this")
+    parser.add_argument("--op", type=_names, default=[], metavar="OP", help="only these ops, e.g. forward")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="candidates per workload; default: all")
+    parser.add_argument("--workers", type=_positive, metavar="N", help="processes at once; default: one per core")
+    parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="seconds per candidate")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: tuning/<target>.json in the kernel's folder")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from pallas_hub.bench.aot import tuning
+    from pallas_hub.bench.aot.kernels import choose_workloads
+    from pallas_hub.bench.kernel_source import kernel_folder
+
+    def show(tuned: tuning.Tuned) -> None:
+        what = f"{tuned.workload.case} {tuned.workload.op}"
+        times = f"{_us(tuned.modelled_us)} (default {_us(tuned.default_us)}, gain {tuned.gain:.1%})"
+        print(f"{what}: {tuned.use} modelled {times}, {tuned.tried} tried, {len(tuned.failed)} failed", flush=True)
+        for line in tuned.failed:
+            print(f"  failed {line}", file=sys.stderr)
+        # Written as each workload ends, so that stopping loses nothing.
+        tuning.write(args.kernel, args.target, [tuned], path)
+
+    try:
+        workloads = choose_workloads(args.kernel, args.workload, args.op)
+        path = args.out or kernel_folder(args.kernel) / "tuning" / f"tpu_{args.target}.json"
+        tuning.tune(
+            args.kernel,
+            workloads,
+            args.target,
+            limit=args.limit,
+            on_workload=show,
+            workers=args.workers,
+            timeout_s=args.timeout,
+            on_done=_progress,
+        )
+    except (ValueError, ImportError, OSError) as error:
+        print(f"pallas-hub tune: {error}", file=sys.stderr)
+        return 1
+    print(f"written to {path}")
+    return 0
+
+
+def _us(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1f} us"

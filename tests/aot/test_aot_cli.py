@@ -1,0 +1,150 @@
+"""The command: mistakes in one line, tables, pages and JSON; the compiler's answers are given here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax")
+
+from pallas_hub.bench.aot import kernels
+from pallas_hub.bench.aot import runner as runner_module
+from pallas_hub.bench.aot.program import parse_argument
+from pallas_hub.cli import main
+
+KERNELS = str(Path(__file__).with_name("aot_kernels.py"))
+CODE = {
+    "bundles": 100,
+    "conditional": 7,
+    "matmul": 50,
+    "matmul_slots": 200,
+    "spills": 3,
+    "fills": 4,
+    "unknown_loops": 0,
+}
+
+
+def answer(bundles=100, **changes):
+    """What a worker sends: one kernel of 375 steps that moves 800 MB, and one XLA operation."""
+    code = CODE | {"bundles": bundles}
+    return {
+        "status": "compiled", "seconds": 1.0, "pieces": 1, "cached": False,
+        "kernels": [{"name": "k", "vmem_bytes": 5 << 20, "whole": code, "step": code}],
+        "traffic": [{
+            "kernel": "k", "steps": 375, "bytes": 800_000_000, "fill_bytes": 1_640_000, "vmem_limit_bytes": 48 << 20
+        }],
+        "xla": [{"name": "fusion", "opcode": "fusion", "cycles": 1750, "hbm_bytes": 820_000}],
+        **changes,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Answers by (impl, block_n); anything else gets the default one."""
+    answers = {}
+
+    def run_jobs(jobs, *, on_done=None, **options):
+        results = []
+        for job in jobs:
+            blocks = job.program["blocks"] or {}
+            results.append(answers.get((job.program["impl"], blocks.get("block_n")), answer()))
+            on_done(job, results[-1])
+        return results
+
+    monkeypatch.setattr(kernels, "run_jobs", run_jobs)
+    monkeypatch.setattr(kernels, "require_libtpu", lambda: None)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
+    return answers
+
+
+COMMAND = ["aot", "ragged-dot", "--workload", "qwen3-30b-a3b-gate-up-t64", "--op", "forward", "--target", "v6e"]
+
+
+def test_table_heads_columns_by_how_they_were_got(compiled, capsys):
+    assert main(COMMAND) == 0
+    out, err = capsys.readouterr()
+    groups, names, row = out.splitlines()[3:6]
+    assert groups.split() == ["compiled", "counted", "modelled"]
+    places = [groups.index(group) for group in groups.split()]
+    assert places[0] <= names.index("VMEM MiB") < names.index("spill/fill") < places[1]
+    assert places[1] <= names.index("steps ") < names.index("x least") < places[2]
+    # 800 MB at 1640 GB/s, and 1 us of fill; 1750 cycles at 1.75 GHz around it.
+    assert [row.split()[i] for i in (-5, -4, -3, -2)] == ["488.8", "1.00", "489.8", "HBM"]
+    assert "100 (7?)" in row
+    assert "5.0/48" in row
+    assert "[1/1] qwen3-30b-a3b-gate-up-t64 forward ours" in err
+
+
+def test_peers_stand_at_our_blocks_and_at_their_best(compiled, capsys):
+    compiled["jax", 512] = answer(bundles=9000)  # ours: 128 x 2048 x 512
+    assert main([*COMMAND, "--vs", "jax"]) == 0
+    out = capsys.readouterr().out
+    assert "megablox, our blocks" in out
+    assert "megablox, best of 3" in out
+    ours, same, best = out.splitlines()[5:8]
+    assert same.split()[-2] == "compute"
+    assert (ours.split()[-2], best.split()[-2]) == ("HBM", "HBM")
+
+
+def test_what_does_not_compile_is_a_row_with_the_reason(compiled, capsys):
+    refused = {"status": "refused", "reason": "needs 64M of VMEM, the limit is 48M", "error": "..."}
+    compiled["ours", 512] = refused
+    assert main(COMMAND) == 1
+    out = capsys.readouterr().out
+    assert "v6e ours: refused: needs 64M of VMEM, the limit is 48M" in out
+
+
+def test_no_estimate_is_not_a_failure(compiled, capsys):
+    compiled["ours", 512] = {"status": "no estimate", "reason": "the compiler's dump aborts: signal 6", "traffic": []}
+    assert main(COMMAND) == 0
+    assert "no estimate: the compiler's dump aborts: signal 6" in capsys.readouterr().out
+
+
+def test_json_and_html(compiled, capsys, tmp_path):
+    assert main([*COMMAND, "--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]) == 0
+    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert (row["impl"], row["target"], row["bytes"]) == ("ours", "v6e", 800_000_000)
+    assert row["blocks"]["block_m"] == 128
+    assert row["kernels"][0]["step_bundles"] == 100
+    page = (tmp_path / "r.html").read_text()
+    assert "<td>100 (7?)</td>" in page
+    assert "modelled" in page
+    assert "<script" not in page
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["aot", "softmax"], "no compile report for kernel 'softmax'; there are reports for: rms-norm, ragged-dot"),
+        (["aot", "rms-norm", "--workload", "gpt"], "rms-norm has no workload 'gpt'; there are: qwen3-30b-a3b-1,"),
+        (["aot", "rms-norm", "--op", "sideways"], "rms-norm has no op 'sideways'; there are: forward, backward"),
+        (["aot", "rms-norm", "--target", "v9"], "target must be one of v5e, v5p, v6e, tpu7x; got 'v9'"),
+        (["aot", "rms-norm", "--vs", "tokamax"], "--vs for rms-norm must be among xla; got 'tokamax'"),
+        (["aot", "rms-norm", "--arg", "f32[8]"], "--arg goes with path/to/file.py:function"),
+        (["aot", "nowhere.py:f"], "there is no file"),
+        (["aot", f"{KERNELS}:nothing"], "has no function 'nothing'"),
+        (["aot", f"{KERNELS}:add_one", "--arg", "8x128"], "write dtype[shape], for example bf16[512,2048]"),
+        (["aot", f"{KERNELS}:add_one", "--arg", "int5[8]"], "unknown dtype 'int5'; try one of bf16,"),
+        (["aot", f"{KERNELS}:add_one", "--vs", "xla"], "go with a kernel of this project"),
+        (["tune", "rms-norm", "--target", "v9"], "target must be one of v5e, v5p, v6e, tpu7x; got 'v9'"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(command, words, monkeypatch, capsys):
+    for module in (runner_module, kernels):
+        monkeypatch.setattr(module, "require_libtpu", lambda: None)
+    assert main(command) == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_arguments(tmp_path):
+    import numpy as np
+
+    parsed = parse_argument("bf16[512,2048]")
+    assert (parsed.shape, str(parsed.dtype)) == ((512, 2048), "bfloat16")
+    assert parse_argument("f32[]").shape == ()
+    np.save(tmp_path / "sizes.npy", np.arange(4, dtype=np.int32))
+    assert parse_argument(str(tmp_path / "sizes.npy")).tolist() == [0, 1, 2, 3]
