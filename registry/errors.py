@@ -57,7 +57,7 @@ class KernelsLibraryError(PallasHubError, ImportError):
 
 
 class LoadError(PallasHubError):
-    """The kernel was found and verified but cannot be loaded as asked."""
+    """The kernel cannot be loaded as asked: a refusal of the Hub, a broken repo, a cache without room, a taken name."""
 
 
 class LockError(PallasHubError):

@@ -7,6 +7,7 @@ device.
 
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,11 @@ def require_kernels() -> None:
         import kernels.load
         import kernels.resolver  # noqa: F401
     except Exception as error:
+        found = getattr(sys.modules.get("kernels"), "__file__", None) or "no file"
         raise KernelsLibraryError(
-            f"kernels {version} is installed but cannot be used ({type(error).__name__}: {error}); pallas_hub works "
-            f"with kernels{SUPPORTED_KERNELS}, and no other module may be called 'kernels'. {mend}"
+            f"kernels {version} is installed but cannot be used ({type(error).__name__}: {error}). Python's module "
+            f"'kernels' is {found}; no other module may be called so, also not in the folder you started in. If it is "
+            f'the library\'s own, install it again: pip install --force-reinstall "kernels{SUPPORTED_KERNELS}"'
         ) from error
 
 

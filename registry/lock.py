@@ -16,9 +16,9 @@ def lock(dependencies: dict[str, int], lockfile: Path | str) -> dict[str, str]:
 
     No code is run, so locking asks for no trust; loading a locked kernel does.
     """
+    hub.require_kernels()
     from kernels._rust import KernelDependency, KernelLock, KernelLocks, KernelVersion
 
-    hub.require_kernels()
     if not dependencies:
         raise LockError("nothing to lock: name kernels as org/name@version, or list them in pyproject.toml.")
     found: dict[Any, Any] = {}

@@ -50,9 +50,9 @@ OUR_SOURCES = Sources()
 def cache_root() -> Path:
     """Folder for builds made on this machine; PALLAS_HUB_CACHE moves it."""
     if chosen := os.environ.get("PALLAS_HUB_CACHE"):
-        return Path(chosen)
+        return Path(os.path.expanduser(chosen)).absolute()
     if above := os.environ.get("XDG_CACHE_HOME"):
-        return Path(above) / "pallas-hub"
+        return Path(above).absolute() / "pallas-hub"
     try:
         return Path.home() / ".cache" / "pallas-hub"
     except RuntimeError:  # a container whose user has no entry in /etc/passwd and no HOME; what lies there is verified

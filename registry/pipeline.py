@@ -84,7 +84,12 @@ def _validate(tree: Any, request: Request) -> None:
     try:
         tree.validate_metadata(AllValidator(validators=validators))
     except (RuntimeError, ValueError, ImportError) as error:
-        raise LoadError(f"{request.repo_id}: {error}") from error
+        text = f"{request.repo_id}: {error}".rstrip(" .") + "."
+        if "unsupported kernel dependency" in text:
+            text += (
+                " The kernels library does not allow that package: its publisher has to drop it from python-depends."
+            )
+        raise LoadError(text) from error
 
 
 def _install(api: Any, tree: Any, resolver: Resolver, request: Request, force: bool = False) -> Any:

@@ -75,7 +75,7 @@ def publish(
     check_recorded(name, sources)
     files, api, digests = repo_files(source)
     repo_id = check_repo_id(f"{org}/{name}" if org else source.repo_id)
-    client = HfApi(endpoint=endpoint, token=token)
+    client = HfApi(endpoint=endpoint.strip().rstrip("/") if endpoint else endpoint, token=token)
     done = Published(repo_id, source.version, client.endpoint, f"v{source.version}", dry_run)
     public = release if release is not None else not _is_loopback(client.endpoint)
     if public and is_dirty(source):

@@ -48,9 +48,9 @@ def download(repo_id: str, *, version: int | None = None, revision: str | None =
 
     force   fetch again what is there already, to replace damaged files
     """
+    hub.require_kernels()
     from kernels.hf_hub import CACHE_DIR
 
-    hub.require_kernels()
     api = hub.client()
     check_repo_id(repo_id)
     offline = hub.is_offline()

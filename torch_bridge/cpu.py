@@ -11,7 +11,7 @@ from typing import Any
 
 from .exchange import fresh, to_numpy, to_torch
 from .lazy import import_jax
-from .schema import Schema
+from .schema import Schema, key_of
 from .state import state
 
 
@@ -29,9 +29,10 @@ class CpuRunner:
                 f"{self.op}: JAX had started before this process was forked, and does not survive a fork. "
                 f'Start workers with "spawn" or "forkserver", for a DataLoader multiprocessing_context="spawn".'
             )
-        jitted = self._jitted.get((attributes, interpret))
+        key = key_of(attributes), interpret
+        jitted = self._jitted.get(key)
         if jitted is None:
-            jitted = self._jitted[attributes, interpret] = self._jit(attributes, interpret)
+            jitted = self._jitted[key] = self._jit(attributes, interpret)
         arrays = []
         for tensor, name in zip(tensors, self.names, strict=True):
             arrays.append(None if tensor is None else to_numpy(tensor, self.op, name))

@@ -62,6 +62,14 @@ class Schema:
         return f"({arguments}) -> {f'({returns})' if self.returns_tuple else returns}"
 
 
+def key_of(attributes: tuple) -> Any:
+    """A dict key that tells attributes apart as a program does: -0.0 is not 0.0, and NaN is itself."""
+    for value in attributes:
+        if type(value) is float and (not value or value != value):
+            return repr(attributes)
+    return attributes
+
+
 def schema_of(function: Callable, op: str) -> Schema:
     """Parameters named `interpret` belong to the bridge and are left out."""
     signature = inspect.signature(function)

@@ -16,7 +16,7 @@ import torch
 from . import lazy, symbols
 from .cpu import run
 from .dtypes import TO_TORCH, WIDE, jax_name, numpy_dtype
-from .schema import Schema
+from .schema import Schema, key_of
 
 
 class Shapes:
@@ -33,7 +33,7 @@ class Shapes:
         shapes = tuple(None if t is None else tuple(t.shape) for t in tensors)
         if any(isinstance(size, torch.SymInt) for shape in shapes if shape is not None for size in shape):
             return symbols.infer(self._trace, shapes, dtypes, attributes, self._known, self.op)
-        key = (shapes, dtypes, attributes)
+        key = (shapes, dtypes, key_of(attributes))
         if key not in self._known:
             self._known[key] = self._trace(shapes, dtypes, attributes)
         return self._known[key]

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .schema import key_of
+
 log = logging.getLogger(__name__)
 
 # JAX prints a dimension as an expression over these.
@@ -28,7 +30,7 @@ FUNCTIONS = {
 def infer(trace: Callable, shapes: tuple, dtypes: tuple, attributes: tuple, known: dict, op: str) -> list:
     """`trace` the op with symbolic sizes; [(shape, dtype)] with SymInts where a size depends on them."""
     sizes = Sizes(shapes)
-    key = (sizes.signature, dtypes, attributes)
+    key = (sizes.signature, dtypes, key_of(attributes))
     if key not in known:
         try:
             known[key] = _printed(trace(sizes.in_jax(), dtypes, attributes))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_hub.bench.aot.kernels import choose_workloads, report_kernel
+from pallas_hub.bench.aot.programs import Workload
 from pallas_hub.bench.aot.report import Report
 from pallas_hub.bench.aot.table import versions
 
@@ -82,12 +83,13 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Checked:
 
 
 def check(kernel: str, targets: Sequence[str], names: Sequence[str], ops: Sequence[str], **options: Any) -> Checked:
-    """Compile and compare with the committed file.
+    """Compile what the committed file has of these workloads, and compare.
 
     Raises   ValueError: no baseline for this kernel, or nothing in it for these workloads.
     """
     recorded = read(kernel)
-    found = compare(recorded["numbers"], _compile(kernel, targets, names, ops, options))
+    known = recorded["numbers"]
+    found = compare(known, _compile(kernel, targets, names, ops, options, only=known))
     if not found.compared:
         raise ValueError(f"the baseline of {kernel} has nothing for these workloads and targets; record it: --update.")
     if recorded["versions"] == _versions():
@@ -122,10 +124,27 @@ def _versions() -> dict[str, str]:
 
 
 def _compile(
-    kernel: str, targets: Sequence[str], names: Sequence[str], ops: Sequence[str], options: dict[str, Any]
+    kernel: str,
+    targets: Sequence[str],
+    names: Sequence[str],
+    ops: Sequence[str],
+    options: dict[str, Any],
+    only: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    rows = report_kernel(kernel, choose_workloads(kernel, names, ops), targets, **options)
-    return {row.key: numbers(row.report) for row in rows}
+    found = {}
+    for target in targets:
+        workloads = [
+            workload
+            for workload in choose_workloads(kernel, names, ops)
+            if only is None or _key(workload, target) in only
+        ]
+        for row in report_kernel(kernel, workloads, [target], **options):
+            found[_key(row.workload, target)] = numbers(row.report)
+    return found
+
+
+def _key(workload: Workload, target: str) -> str:
+    return f"{workload.case}/{workload.op}/{target}"
 
 
 def _change(was: float, now: float) -> str:

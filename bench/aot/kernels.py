@@ -27,10 +27,6 @@ class Row:
     same_tile: bool = False  # a peer at our blocks, as against its own best
     tried: int = 1  # tilings that the row is the best of
 
-    @property
-    def key(self) -> str:
-        return f"{self.workload.case}/{self.workload.op}/{self.report.target}"
-
 
 @dataclass(frozen=True)
 class Wish:

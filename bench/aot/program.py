@@ -102,25 +102,6 @@ def _load_file(name: str, path: Path) -> Any:
     return module
 
 
-def export_program(fn: Callable, args: Sequence[Any], path: Path) -> str:
-    """Trace `fn(*args)` for TPUs and write it to `path`; needs no TPU compiler.
-
-    Raises   ImportError: no flatbuffers.
-    """
-    import jax
-
-    try:
-        import flatbuffers  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "compile_report: handing a function to the compiler's process needs flatbuffers; "
-            "try `pip install flatbuffers`."
-        ) from error
-    traced = jax.export.export(jax.jit(fn), platforms=["tpu"])(*args)
-    path.write_bytes(bytes(traced.serialize()))
-    return str(path)
-
-
 def shapes_of(args: Sequence[Any]) -> list[Any]:
     import jax
 

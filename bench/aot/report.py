@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pallas_hub.bench.aot.export import export_program
 from pallas_hub.bench.aot.hardware import HARDWARE, Hardware
-from pallas_hub.bench.aot.program import export_program, shapes_of
+from pallas_hub.bench.aot.program import shapes_of
 from pallas_hub.bench.aot.runner import DEFAULT_TIMEOUT_S, Job, require_libtpu, run_jobs
 
 MIB = 1 << 20

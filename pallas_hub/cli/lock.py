@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    wanted = dict(map(_parse, args.kernels)) if args.kernels else project_dependencies(args.project)
+    wanted = _parse(args.kernels) if args.kernels else project_dependencies(args.project)
     output = args.output or args.project / "kernels.lock"
     found = lock(wanted, output)
     if args.json:
@@ -41,8 +41,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parse(text: str) -> tuple[str, int]:
-    repo_id, _, version = text.partition("@")
-    if not version.removeprefix("v").isdecimal():
-        raise LockError(f"name kernels as org/name@version, as in pallas-hub/ragged-dot@1; got {text!r}.")
-    return repo_id, int(version.removeprefix("v"))
+def _parse(texts: list[str]) -> dict[str, int]:
+    wanted: dict[str, int] = {}
+    for text in texts:
+        repo_id, _, version = text.partition("@")
+        if not version.removeprefix("v").isdecimal():
+            raise LockError(f"name kernels as org/name@version, as in pallas-hub/ragged-dot@1; got {text!r}.")
+        number = int(version.removeprefix("v"))
+        if wanted.setdefault(repo_id, number) != number:
+            raise LockError(f"{repo_id}: one version per kernel; got {wanted[repo_id]} and {number}.")
+    return wanted

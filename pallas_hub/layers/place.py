@@ -19,6 +19,7 @@ from pallas_hub.layers.repository import (
     guarded,
     has_backward,
     layer_class,
+    with_input_of,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def _put_norm(module: nn.Module, norm: norms.Norm, kernel: Kernel, mode: Mode | 
         REASONS[module] = reason
         return
     if norm.marked is None:
-        state.bind_forward(module, guarded(layer).forward, kernel, norm.layer)
+        forward = with_input_of(type(module).forward, guarded(layer).forward)
+        state.bind_forward(module, forward, kernel, norm.layer)
     else:
         _put_marked(module, norm.layer, norm.marked, kernel, mode, device)
     if not has_backward(layer) and module.training:

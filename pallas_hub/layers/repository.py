@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import torch
 from torch import nn
@@ -104,6 +105,20 @@ def guarded(layer: type[nn.Module]) -> type[nn.Module]:
     Guarded.__name__ = Guarded.__qualname__ = f"Guarded{layer.__name__}"
     _GUARDED[layer] = Guarded
     return Guarded
+
+
+@functools.cache
+def with_input_of(original: FunctionType, forward: FunctionType) -> FunctionType:
+    """`forward` with its input called as `original` calls it: torch.nn.RMSNorm may be called with x=.
+
+    The code is renamed and not wrapped, which would cost every call; and cached, since a compiler compiles it once.
+    """
+    name, ours = (list(inspect.signature(function).parameters)[1] for function in (original, forward))
+    code = forward.__code__
+    if name == ours or name in code.co_varnames + code.co_freevars or ours in code.co_cellvars:
+        return forward
+    code = code.replace(co_varnames=tuple(name if known == ours else known for known in code.co_varnames))
+    return FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
 
 
 def needs_gradient(module: nn.Module, *inputs: torch.Tensor) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -48,7 +51,7 @@ def _capture(model: nn.Module, layers: dict, inputs: Any, measured: dict, must_r
     try:
         for module in training:
             module.training = False
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _run_eagerly():
             _call(model, inputs)
     except Exception:
         if must_run:
@@ -58,6 +61,19 @@ def _capture(model: nn.Module, layers: dict, inputs: Any, measured: dict, must_r
             module.training = mode
         for handle in handles:
             handle.remove()
+
+
+_STANCE = threading.Lock()  # what torch remembers for the whole process must be put back in order
+
+
+@contextlib.contextmanager
+def _run_eagerly() -> Generator[None]:
+    """Inside, a compiled model runs as it is written: it would be compiled with our hooks in it, and again later."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes a second
+        yield
+        return
+    with _STANCE, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _call(model: nn.Module, inputs: Any) -> None:

@@ -11,13 +11,17 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("jax")
+jax = pytest.importorskip("jax")
 pytest.importorskip("libtpu", reason="skipped: needs libtpu, the TPU compiler")
 
-from pallas_hub.bench.aot import runner
-from pallas_hub.bench.aot.report import build_report
-from pallas_hub.bench.aot.runner import Job, plain_reason, run_jobs
-from pallas_hub.bench.aot.table import report_text
+import aot_kernels  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from pallas_hub.bench.aot import compile_report, runner  # noqa: E402
+from pallas_hub.bench.aot.report import build_report  # noqa: E402
+from pallas_hub.bench.aot.runner import Job, plain_reason, run_jobs  # noqa: E402
+from pallas_hub.bench.aot.table import report_text  # noqa: E402
 
 KERNELS = str(Path(__file__).with_name("aot_kernels.py"))
 
@@ -44,6 +48,29 @@ def test_compiled_program_has_code_traffic_and_surroundings(tmp_path):
     # Each reads and writes the array once: at 1640 GB/s that is the least they can take.
     assert report.xla_us >= 2 * (2 * 256 * 512 * 4) / 1640e3
     assert report.time_us == pytest.approx(report.kernel_us + report.xla_us)
+
+
+def test_library_takes_any_callable_and_values(tmp_path):
+    """Traced here and compiled there: a closure, a table given as values, and operations on both sides."""
+    table = np.array([2, 2, 0, 1], np.int32)
+
+    def program(table, count, x):
+        return jnp.tanh(aot_kernels.gather_blocks(table, count, jnp.sin(x)))
+
+    args = [table, np.int32(4), jax.ShapeDtypeStruct((1024, 128), jnp.float32)]
+    report = compile_report(program, args, label="mine", least_bytes=1 << 20, cache=tmp_path)
+    assert (report.label, report.target, report.status) == ("mine", "v6e", "compiled")
+    (kernel,) = report.kernels
+    assert (kernel.name, kernel.steps, kernel.bytes) == ("gather_blocks", 4, (3 + 4) * 8 * 128 * 4)
+    assert report.xla_operations >= 2
+    assert report.roofline_us == pytest.approx((1 << 20) / 1640e3)
+    again = compile_report(program, args, target=["v6e"], cache=tmp_path)
+    assert [one.cached for one in again] == [True]
+
+
+def test_library_refuses_an_unknown_target():
+    with pytest.raises(ValueError, match="target must be one of v5e, v5p, v6e, tpu7x; got 'v9'"):
+        compile_report(aot_kernels.add_one, [jax.ShapeDtypeStruct((8, 128), "float32")], target="v9")
 
 
 def test_second_run_comes_from_the_cache(tmp_path):

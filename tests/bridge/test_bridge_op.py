@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import types
 
@@ -330,6 +331,21 @@ def test_traces_are_counted_once_per_shape_dtype_and_attributes():
     op(torch.ones(3), 2)
     assert op.traces == 3
     op(torch.ones(3, dtype=torch.int32), 2)
+    assert op.traces == 4
+
+
+def test_attributes_that_compare_oddly_are_told_apart_and_traced_once():
+    def times(x: jax.Array, low: float | None = None) -> jax.Array:
+        return x if low is None else x * low
+
+    op = jax_op("times_low", namespace=NAMESPACE, fn=times)
+    x, nan = torch.ones(3), float("nan")
+    for low in (0.0, -0.0, 0.0, -0.0):
+        assert torch.equal(op(x, low).signbit(), torch.full((3,), math.copysign(1, low) < 0))
+    for _ in range(3):
+        assert op(x, nan).isnan().all()
+        assert op(x, float("nan")).isnan().all()
+    assert op(x, None).eq(1).all()
     assert op.traces == 4
 
 

@@ -9,6 +9,7 @@ import torch
 from layers_fakes import experts_kernel, fakes, norm_kernel
 from layers_models import ids, tiny
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import pallas_hub
@@ -188,6 +189,21 @@ def test_verify_names_the_layer_that_is_wrong_and_puts_the_model_back(dtype):
         pallas_hub.kernelize(model, kernels=kernels, verify=True)
     assert untouched(model)
     assert torch.equal(model(ids()).logits, before)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_verify_does_not_compile_a_compiled_model(in_place):
+    compilations = CompileCounter()
+    model = tiny("llama")
+    compiled = model if in_place else torch.compile(model, backend=compilations)
+    if in_place:
+        model.compile(backend=compilations)
+    report = pallas_hub.kernelize(compiled, kernels=fakes(), verify=True)
+    assert {layer.inputs for layer in report.swapped} == {"captured"}
+    assert compilations.frame_count == 0
+    with torch.no_grad():
+        compiled(ids())
+    assert compilations.frame_count > 0
 
 
 def test_verify_finds_a_kernel_that_returns_nan():

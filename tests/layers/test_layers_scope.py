@@ -240,6 +240,27 @@ def test_hooks_may_change_inputs_and_results():
         torch.testing.assert_close(norm(x), wanted)
 
 
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (torch.nn.RMSNorm(8), "x"),
+        (torch.nn.RMSNorm(8, elementwise_affine=False), "x"),
+        (LlamaRMSNorm(8), "hidden_states"),
+    ],
+    ids=["torch", "no-weight", "llama"],
+)
+def test_the_input_may_be_given_by_its_name(layer, name):
+    x, kernel = torch.randn(3, 8), norm_kernel()
+    wanted = layer(**{name: x})
+    pallas_hub.kernelize(layer, kernels={"RMSNorm": kernel})
+    kernel.calls.clear()
+    torch.testing.assert_close(layer(**{name: x}), wanted)
+    torch.testing.assert_close(layer(x), wanted)
+    assert len(kernel.calls) == 2
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(**{name: x}), wanted)
+
+
 def test_train_eval_and_dtype_follow_the_model(model):
     model.train()
     pallas_hub.kernelize(model, kernels=fakes())

@@ -147,6 +147,14 @@ def test_a_token_that_no_request_can_carry_is_named(shelf: Shelf, hub_url: str, 
         get_kernel(REPO, sources=shelf.sources)
 
 
+def test_a_download_that_was_cut_short_is_named():
+    words = (
+        r"a/b: Consistency check failed: .*5286\)\. The download was cut short, by the Hub or by a proxy\. Try again\."
+    )
+    with pytest.raises(LoadError, match=words), answers.plain_errors("a/b"):
+        raise OSError("Consistency check failed: file should be of size 10573 (got 5286).\nPlease retry.")
+
+
 def test_a_cache_that_cannot_be_written_is_named(shelf: Shelf, hub_url: str, tmp_path, monkeypatch, capsys):
     shelf.publish()
     blocker = tmp_path / "a-file"

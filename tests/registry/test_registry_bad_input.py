@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -44,6 +46,14 @@ def test_a_missing_dependency_is_named_and_not_the_kernel_that_wants_it(shelf: S
 def test_an_id_that_names_no_module_of_its_own_is_refused(shelf: Shelf, hub_url: str, tmp_path: Path, name: str):
     upload(hub_url, REPO, built(shelf, tmp_path / "out", id=name))
     with pytest.raises(LoadError, match=rf"the id in metadata.json must be the name of a module; got '{name}'"):
+        get_kernel(REPO, trust_remote_code=True, sources=stranger(shelf))
+
+
+def test_a_python_package_that_is_not_allowed_is_named_with_the_mend(shelf: Shelf, hub_url: str, tmp_path: Path):
+    upload(hub_url, REPO, built(shelf, tmp_path / "out", **{"python-depends": ["jax"]}))
+    with pytest.raises(
+        LoadError, match=r"unsupported kernel dependency: jax\. .* has to drop it from python-depends\."
+    ):
         get_kernel(REPO, trust_remote_code=True, sources=stranger(shelf))
 
 
@@ -99,6 +109,21 @@ def test_a_user_without_a_home_has_a_folder_for_builds(monkeypatch):
     assert paths.cache_root() == Path(tempfile.gettempdir()) / f"pallas-hub-{os.getuid()}"
 
 
+def test_two_versions_of_a_kernel_are_not_locked_as_one(package: Shelf, capsys):
+    assert main(["lock", f"{REPO}@1", f"{REPO}@2"]) == 1
+    assert f"{REPO}: one version per kernel; got 1 and 2." in capsys.readouterr().err
+
+
+def test_a_program_may_change_its_directory_between_loading_and_first_use(shelf: Shelf, tmp_path: Path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PALLAS_HUB_CACHE", "builds-here")
+    module = load_source("tiny-scale", sources=shelf.sources)
+    assert (tmp_path / "builds-here").is_dir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert module.op.late() == "imported on first use"
+
+
 def test_files_that_cannot_be_written_are_one_line(package: Shelf, tmp_path: Path, capsys):
     (tmp_path / "a-file").write_text("")
     assert main(["build", "tiny-scale", "--out", str(tmp_path / "a-file/out/x")]) == 1
@@ -111,3 +136,15 @@ def test_info_refuses_a_version_that_does_not_exist(package: Shelf, hub_url: str
     package.publish()
     assert main(["info", "tiny-scale", "--version", "7"]) == 1
     assert f"{REPO} has no version 7; versions on {hub_url}: v1." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["download", REPO], ["verify", REPO], ["lock", f"{REPO}@1"], ["info", "a/b"]])
+def test_a_folder_called_kernels_that_hides_the_library_is_named(tmp_path: Path, command: list[str]):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text("")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    line = [sys.executable, "-m", "pallas_hub", *command]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"'kernels' is {tmp_path / 'kernels/__init__.py'}; no other module may be called so" in done.stderr

@@ -282,7 +282,10 @@ def test_a_module_that_only_looks_like_the_kernels_library_is_named(shelf: Shelf
     monkeypatch.setitem(sys.modules, "kernels.deps", None)
     monkeypatch.delattr(kernels, "deps")
     assert loaded_from(get_kernel(REPO, sources=shelf.sources)).source == "bundled"
-    with pytest.raises(KernelsLibraryError, match=r"is installed but cannot be used .*no other module may be called"):
+    with pytest.raises(
+        KernelsLibraryError,
+        match=r"is installed but cannot be used .*'kernels' is .*; no other module may be called so",
+    ):
         get_kernel("somebody/else", sources=shelf.sources)
 
 

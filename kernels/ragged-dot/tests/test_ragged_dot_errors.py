@@ -4,6 +4,7 @@
 import pytest
 import torch
 from ragged_dot import grouped_mm, moe_experts, ragged_dot
+from ragged_dot._bridge import use_path
 
 X, W, SIZES = torch.ones(4, 3), torch.ones(2, 3, 5), torch.tensor([2, 2])
 
@@ -104,6 +105,24 @@ def test_ragged_dot_refuses(arguments, keywords, error, message):
 def test_autocast_makes_no_numbers_of_packed_weights(lhs, rhs, message):
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=message):
         ragged_dot(lhs, rhs, SIZES)
+
+
+@pytest.mark.parametrize("path", ["auto", "interpret"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate": lambda x: x}, r"moe_experts: gate must give \(s, i\) = \(8, 5\) to match down_proj; got \(8, 10\)\."),
+        ({"gate": lambda x: x[:2, :5]}, r"moe_experts: gate must give \(s, i\) = \(8, 5\) .*; got \(2, 5\)\."),
+        (
+            {"gate": None, "gate_up_proj": torch.ones(3, 5, 6), "activation": lambda x: x[:, :4]},
+            r"moe_experts: activation must give \(s, i\) = \(8, 5\) to match down_proj; got \(8, 4\)\.",
+        ),
+    ],
+    ids=["wide", "few", "activation"],
+)
+def test_a_gate_must_keep_to_the_shape(change, message, path):
+    with use_path(path), pytest.raises(ValueError, match=message):
+        moe_experts(**{**LAYER, **change})
 
 
 def test_autocast_makes_no_numbers_of_packed_experts():

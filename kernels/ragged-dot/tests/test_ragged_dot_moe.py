@@ -38,6 +38,23 @@ def test_45_tokens_of_128_experts():
     assert not grads[2][unused].any()
 
 
+def test_without_experts_a_bias_changes_nothing():
+    x, index, scores = torch.randn(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2)
+    biases = {"gate_up_bias": torch.ones(0, 12), "down_bias": torch.ones(0, 4)}
+    assert not moe_experts(x, torch.ones(0, 12, 4), torch.ones(0, 4, 6), index, scores, **biases).any()
+
+
+def test_a_gate_that_computes_in_float32_is_rounded_before_the_second_product():
+    (x, gate_up, down), index, scores = _layer(5, 8, 6, 4, 2)
+    layer = [tensor.bfloat16() for tensor in (x, gate_up, down)]
+
+    def gate(y):
+        return y[:, :6].float().sigmoid() * y[:, 6:].float()
+
+    wide = moe_experts(*layer, index, scores, gate=gate)
+    assert torch.equal(wide, moe_experts(*layer, index, scores, gate=lambda y: gate(y).bfloat16()))
+
+
 @pytest.mark.parametrize("expert", [0, 5])
 def test_all_tokens_to_one_expert(expert):
     leaves, index, scores = _layer(9, 8, 4, 6, 1)

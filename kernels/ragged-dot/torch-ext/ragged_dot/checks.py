@@ -98,6 +98,13 @@ def check_layer(op: str, tensors: dict[str, Tensor], gated: bool, transposed: bo
     return e, h, width
 
 
+def check_gated(op: str, gated: Tensor, rows: int, i: int, gate: object) -> None:
+    """What the caller's gate or activation made of the first product. Not every path compares it with down_proj."""
+    if tuple(gated.shape) != (rows, i):
+        name = "gate" if callable(gate) else "activation"
+        raise ValueError(f"{op}: {name} must give (s, i) = ({rows}, {i}) to match down_proj; got {shape_text(gated)}.")
+
+
 def _try_transposed(weight: Tensor, h: int, axis: int, transposed: bool) -> str:
     return f" Try transposed={not transposed}." if weight.dim() == 3 and weight.shape[axis] == h else ""
 

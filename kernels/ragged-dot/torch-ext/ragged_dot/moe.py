@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import (
+    check_gated,
     check_layer,
     check_one_device,
     check_top_k_index,
@@ -72,8 +73,9 @@ def moe_experts(
 
     x = hidden_states.index_select(0, order // top_k)  # (s, h): one row per served slot, in the order of experts
     x = _linear(x, gate_up_proj, gate_up_bias, ids, group_sizes, transposed)
-    x = _apply_gate(x, activation, gate)  # (s, i)
-    x = _linear(x, down_proj, down_bias, ids, group_sizes, transposed)
+    gated = _apply_gate(x, activation, gate)  # (s, i)
+    check_gated("moe_experts", gated, x.shape[0], down_proj.shape[1 if transposed else 2], gate)
+    x = _linear(gated.to(x.dtype), down_proj, down_bias, ids, group_sizes, transposed)
     if output_norm is not None:
         x = output_norm(x)
     # Rows of slots without an expert are zero, unless something was added to them.
@@ -120,7 +122,7 @@ def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, group_sizes: Tensor, transposed: bool
 ) -> Tensor:
     y = product(x, weight, group_sizes, not transposed)
-    if bias is None:
+    if bias is None or bias.shape[0] == 0:
         return y
     # Any bias will do for unserved slots: the next product, or the weighting, drops those rows.
     return y + bias.index_select(0, ids.clamp(max=bias.shape[0] - 1)).to(y.dtype)
