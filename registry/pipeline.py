@@ -86,9 +86,7 @@ def _validate(tree: Any, request: Request) -> None:
     except (RuntimeError, ValueError, ImportError) as error:
         text = f"{request.repo_id}: {error}".rstrip(" .") + "."
         if "unsupported kernel dependency" in text:
-            text += (
-                " The kernels library does not allow that package: its publisher has to drop it from python-depends."
-            )
+            text += " The kernels library refuses that package; its publisher has to drop it from python-depends."
         raise LoadError(text) from error
 
 

@@ -71,8 +71,11 @@ def run_jobs(
             on_done(job, result)
         return result
 
-    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+    pool = ThreadPoolExecutor(workers or os.cpu_count() or 1)
+    try:
         return list(pool.map(run, jobs))
+    finally:
+        pool.shutdown(cancel_futures=True)  # interrupted: what has not begun never does
 
 
 def require_libtpu() -> None:

@@ -148,3 +148,25 @@ def test_arguments(tmp_path):
     assert parse_argument("f32[]").shape == ()
     np.save(tmp_path / "sizes.npy", np.arange(4, dtype=np.int32))
     assert parse_argument(str(tmp_path / "sizes.npy")).tolist() == [0, 1, 2, 3]
+
+
+def test_tune_writes_the_best_blocks(compiled, tmp_path, monkeypatch, capsys):
+    from pallas_hub.bench.aot import tuning
+
+    monkeypatch.setattr(tuning, "require_libtpu", lambda: None)
+    less = [answer()["traffic"][0] | {"bytes": 700_000_000}]
+    compiled["ours", 1536] = answer(traffic=less)
+    compiled["ours", 768] = {"status": "refused", "reason": "needs 64M of VMEM", "error": "..."}
+    out = tmp_path / "tuning" / "tpu_v6e.json"
+    command = ["tune", *COMMAND[1:], "--out", str(out)]
+    assert main(command) == 0
+    printed, progress = capsys.readouterr()
+    (entry,) = json.loads(out.read_text())["entries"]
+    assert entry["use"]["block_n"] == 1536
+    assert entry["when"] == {"op": "forward", "dtype": "bfloat16", "m": 512, "k": 2048, "n": 1536, "g": 128}
+    assert entry["gain"] == pytest.approx(488.8 / 427.8 - 1, abs=1e-3)
+    assert "gain 14.3%" in printed
+    assert "needs 64M of VMEM" in progress
+    assert main([*command, "--limit", "1"]) == 0  # once more, with fewer candidates: the entry is replaced
+    (entry,) = json.loads(out.read_text())["entries"]
+    assert entry["tried"] == 2

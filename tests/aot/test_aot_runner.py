@@ -133,6 +133,22 @@ def test_too_much_vmem_is_refused_in_plain_words(tmp_path):
     assert "of VMEM, the limit is 32.00M: smaller blocks, or a higher vmem_limit_bytes" in result["reason"]
 
 
+def test_interrupted_what_has_not_begun_never_does(tmp_path, monkeypatch):
+    begun = []
+
+    def interrupted(job, cache, timeout_s):
+        begun.append(job.label)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+        return {}
+
+    monkeypatch.setattr(runner, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, *(job("add_one", f"f32[{8 * i},128]") for i in range(1, 100)))
+    assert len(begun) < 99
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
