@@ -33,7 +33,7 @@ class Package:
 PYTHON_LOWEST = "3.11"
 # As in pyproject.toml; a test compares the two.
 PACKAGES = (
-    Package("torch", "2.13", "2.13.0", "everything", required=True, below="2.15"),
+    Package("torch", "2.13", "2.13.0", "everything", required=True, below="2.14"),
     Package("huggingface_hub", "2.4", "2.4.0", "downloading and publishing", required=True, below="3"),
     Package("kernels", "0.17.2", "0.17.2", "loading kernels from a Hub", required=True, below="0.18"),
     Package("numpy", "2", "2.4", "exchange of arrays", required=True),
