@@ -18,9 +18,11 @@ from pallas_hub.layers.interface import register_when_imported
 if TYPE_CHECKING:
     from pallas_hub.layers import explain, kernelize, unkernelize
     from pallas_hub.registry import get_kernel, has_kernel, list_kernels, loaded_from
+    from pallas_hub.registry.errors import PallasHubError
 
 __version__ = "0.1.0"
 __all__ = [
+    "PallasHubError",
     "explain",
     "get_kernel",
     "has_kernel",
@@ -32,6 +34,7 @@ __all__ = [
 
 # Public name -> where it lives. Resolved on first use (PEP 562) to keep `import pallas_hub` light.
 _HOMES = {
+    "PallasHubError": "pallas_hub.registry.errors",
     "get_kernel": "pallas_hub.registry",
     "has_kernel": "pallas_hub.registry",
     "list_kernels": "pallas_hub.registry",

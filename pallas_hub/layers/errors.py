@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pallas_hub.registry.errors import PallasHubError
 
-class NothingSwapped(ValueError):
+
+class NothingSwapped(PallasHubError, ValueError):
     """strict=True and no layer of the model runs a Hub kernel."""
 
 
@@ -11,5 +13,5 @@ class NothingSwappedWarning(UserWarning):
     """No layer of the model runs a Hub kernel."""
 
 
-class VerificationError(ValueError):
+class VerificationError(PallasHubError, ValueError):
     """A swapped layer differs from the original by more than rounding explains. The model was put back."""
