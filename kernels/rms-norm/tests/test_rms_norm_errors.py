@@ -66,3 +66,19 @@ def test_rejects_rows_that_no_block_holds(part):
     streams = config.forward_streams(4, 4, residual=False)
     with pytest.raises(config.NoConfig, match=r"rows of n = 4194304 need 128\.\d MiB of TPU memory.*Split the last"):
         config.choose(8, 1 << 22, streams)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "residual"),
+    [
+        (([[1.0, 2.0]], torch.ones(2)), None),
+        ((torch.ones(1, 2), [1.0, 1.0]), None),
+        ((torch.ones(1, 2), None), [[1.0, 1.0]]),
+    ],
+    ids=["x", "weight", "residual"],
+)
+def test_rejects_lists(rms_norm_kernel, arguments, residual):
+    with pytest.raises(
+        TypeError, match=r"rms_norm: (x|weight|residual) must be a tensor; got list. Try torch.tensor\("
+    ):
+        rms_norm_kernel.rms_norm(*arguments, residual=residual)

@@ -43,12 +43,16 @@ def rms_norm(
     Source   Zhang & Sennrich 2019, arXiv:1910.07467; eps inside the root, as torch.nn.RMSNorm
     """
     float32_scale = float32_scale or zero_centered
-    on_tpu = not x.is_cpu and x.device.type == "tpu"  # is_cpu costs a sixth of device.type
+    try:
+        on_tpu = not x.is_cpu and x.device.type == "tpu"  # is_cpu costs a sixth of device.type
+    except AttributeError:
+        _check_tensor("x", x)
+        raise
     if residual is None and not on_tpu and _direct():
         # torch notices two devices itself, and looking first would cost a CPU 2 % of a short call.
         try:
             return _normalize(x, weight, eps, zero_centered, float32_scale)
-        except RuntimeError:
+        except (AttributeError, RuntimeError):
             _check(x, weight)
             raise
     _check(x, weight)
@@ -181,6 +185,8 @@ rms_norm_residual_op.set_backward(_residual_backward, save=("weight", "outputs[1
 
 def _check(x: Tensor, weight: Tensor | None) -> None:
     for name, tensor in (("x", x), ("weight", weight)):
+        if tensor is not None:
+            _check_tensor(name, tensor)
         if tensor is not None and tensor.dtype not in DTYPES:
             raise TypeError(
                 f"rms_norm: {name} is {_short(tensor.dtype)}; supported: float32, bfloat16, float16. "
@@ -202,7 +208,13 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
         )
 
 
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"rms_norm: {name} must be a tensor; got {type(value).__name__}. Try torch.tensor({name}).")
+
+
 def _check_residual(x: Tensor, residual: Tensor) -> None:
+    _check_tensor("residual", residual)
     if residual.shape != x.shape:
         raise ValueError(
             f"rms_norm: residual must be shaped like x (..., n) = {tuple(x.shape)}; got {tuple(residual.shape)}. "
