@@ -1,5 +1,6 @@
 """`get_kernel`: load a kernel from the Hub, from its cache, or from the copy that ships with the package."""
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ from pallas_hub.registry.errors import (
     KernelsLibraryError,
     LoadError,
     NoMatchingVariant,
+    NotTrusted,
     PallasHubError,
     UnknownKernel,
     UnknownVersion,
@@ -133,16 +135,19 @@ def _load(request: Request) -> ModuleType:
         )
     try:
         return load_remote(request, from_cache=True)
+    except NotTrusted as error:
+        # What an earlier version of this package, or a private publish, left in the cache. Ours needs no consent.
+        return _load_bundled(request, error, level=logging.WARNING)
     except (UnknownKernel, UnknownVersion) as error:
         return _load_bundled(request, HubUnavailable(f"{away} {error}"))
 
 
-def _load_bundled(request: Request, reason: PallasHubError) -> ModuleType:
+def _load_bundled(request: Request, reason: PallasHubError, level: int = logging.INFO) -> ModuleType:
     """The copy of the kernel that ships with the package, or `reason` if there is none that fits the request."""
     source = _bundled(request)
     if source is None:
         raise reason
-    importer.logger.info("%s: using the bundled copy, because: %s", request.repo_id, reason)
+    importer.logger.log(level, "%s: using the bundled copy, because: %s", request.repo_id, reason)
     return load_local(source, request.backend, kind="bundled", trust="bundled with pallas_hub")
 
 

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from registry_shelf import CLOSED, REPO, Shelf, point_clients_at, snapshot, stranger, upload, with_marker
+from registry_shelf import CLOSED, FIXTURES, REPO, Shelf, point_clients_at, snapshot, stranger, upload, with_marker
 
 from pallas_hub.registry.digests import hash_variant
 from pallas_hub.registry.errors import DigestMismatch, HubUnavailable, NotTrusted, PallasHubError
 from pallas_hub.registry.load import get_kernel, has_kernel, loaded_from
+from pallas_hub.registry.record import record
+
+FIXTURE = FIXTURES / "kernels" / "tiny-scale" / "torch-ext" / "tiny_scale"
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -68,6 +71,25 @@ def test_an_organisation_that_the_hub_trusts_is_not_consent(shelf: Shelf, hub_ur
     assert (
         loaded_from(get_kernel(REPO, trust_remote_code=True, sources=stranger(shelf))).trust == "trust_remote_code=True"
     )
+
+
+def test_an_untrusted_copy_in_the_cache_gives_way_to_the_bundled_one(
+    shelf: Shelf, hub_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    marker = with_marker(shelf, tmp_path)
+    shelf.publish()
+    published = get_kernel(REPO, trust_remote_code=True, sources=stranger(shelf))
+    marker.unlink()
+    (shelf.package() / "__init__.py").write_text((FIXTURE / "__init__.py").read_text() + f"\n# {tmp_path}\n")
+    (shelf.sources.manifests / "tiny-scale.toml").unlink()
+    record("tiny-scale", shelf.sources)
+    with pytest.raises(NotTrusted, match="refused before running"):  # what is on the Hub is what was asked for
+        get_kernel(REPO, sources=shelf.sources)
+    point_clients_at(CLOSED, tmp_path / "hf", monkeypatch)
+    assert loaded_from(get_kernel(REPO, sources=shelf.sources)).source == "bundled"
+    assert "using the bundled copy, because: pallas-hub/tiny-scale: refused before running" in caplog.text
+    assert not marker.exists()
+    assert get_kernel(REPO, trust_remote_code=[REPO], sources=shelf.sources) is published
 
 
 def test_consent_for_a_kernel_does_not_cover_what_it_depends_on(shelf: Shelf, hub_url: str, tmp_path: Path):
