@@ -12,7 +12,8 @@ PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3)
 PYTHON_NEWEST ?= $(firstword $(shell command -v python3.13 >/dev/null && python3.13 -c 'import sys; print(sys.executable)' 2>/dev/null) \
                    $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python))
 # Test files that need JAX but no torch.
-JAX_TESTS := $(wildcard kernels/*/tests/test_*_config.py kernels/*/tests/test_*_interpreted.py kernels/*/tests/test_*_tpu.py)
+JAX_TESTS := $(wildcard kernels/*/tests/test_*_config.py kernels/*/tests/test_*_interpreted.py kernels/*/tests/test_*_tpu.py) \
+             $(addprefix tests/aot/test_aot_,traffic.py bundles.py surroundings.py)
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 

@@ -97,7 +97,7 @@ def test_chosen_kernels_are_not_worse_than_recorded(kernel, names, ops, targets)
     assert not result.worse, result.text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kernel", ["rms-norm", "ragged-dot"])
 def test_every_recorded_kernel_is_not_worse(kernel):
