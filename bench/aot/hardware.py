@@ -25,10 +25,6 @@ class Hardware:
     vmem_mib: int  # physical
     default_scoped_vmem_mib: int  # what a kernel may use unless it asks for more
 
-    @property
-    def bytes_per_cycle(self) -> float:
-        return self.hbm_gb_s / self.clock_ghz
-
     def bandwidth_us(self, nbytes: float) -> float:
         """Microseconds to move `nbytes` through HBM at the published rate."""
         return nbytes / self.hbm_gb_s / 1e3

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_hub.bench.kernel_source import kernel_folder
+from pallas_hub.registry.paths import cache_root
 
 DEFAULT_TIMEOUT_S = 180.0
 
@@ -90,10 +91,7 @@ def require_libtpu() -> None:
 
 
 def cache_folder() -> Path:
-    root = os.environ.get("PALLAS_HUB_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pallas-hub"
-    )
-    return Path(root) / "aot"
+    return cache_root() / "aot"
 
 
 def _run(job: Job, cache: Path, timeout_s: float) -> dict[str, Any]:
@@ -203,10 +201,9 @@ def _run_worker(job: Job, *, dump: str, timeout_s: float) -> dict[str, Any]:
 
 def _python_path() -> str:
     """So that the worker finds this package also when it runs from a checkout."""
-    package_root = str(Path(__file__).resolve().parents[2])
     import pallas_hub
 
-    roots = [str(Path(pallas_hub.__file__).parent.parent), package_root, os.environ.get("PYTHONPATH", "")]
+    roots = [str(Path(pallas_hub.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(dict.fromkeys(root for root in roots if root))
 
 
