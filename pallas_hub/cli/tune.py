@@ -14,7 +14,8 @@ examples:
   pallas-hub tune rms-norm --target tpu7x --limit 6 --out tuning.json
 
 Each candidate is compiled and modelled as by `pallas-hub aot`; nothing is measured, and a candidate replaces the
-default only when the model says it is at least 1 % faster. Interrupted, it goes on where it was.
+default only when the model says it is at least 1 % faster. Interrupted, it goes on where it was. The kernels do not
+read the file yet: hand its blocks to them as `config`.
 """
 
 
