@@ -1,0 +1,7 @@
+"""Mixture-of-experts layers as one op: a fused Pallas kernel on TPU, tuned torch code on CPU, one API for both."""
+
+from . import layers
+from .op import moe_experts
+from .transformers_experts import experts_forward
+
+__all__ = ["experts_forward", "layers", "moe_experts"]
