@@ -26,7 +26,11 @@ _PROBED: dict[tuple, str | None] = {}
 
 def is_experts(module: Any) -> bool:
     """True for modules whose class Transformers' experts decorator has prepared."""
-    return _table_of(type(module)) is not None and hasattr(module, "config") and hasattr(module, "is_transposed")
+    return is_experts_class(type(module)) and hasattr(module, "config") and hasattr(module, "is_transposed")
+
+
+def is_experts_class(cls: type[nn.Module]) -> bool:
+    return _table_of(cls) is not None
 
 
 def recognise(module: Any) -> str | None:
@@ -35,10 +39,13 @@ def recognise(module: Any) -> str | None:
 
     if type(_table_of(type(module))) is not type(ALL_EXPERTS_FUNCTIONS):
         return "its experts use a table of their own (quantised weights)"
+    if _is_expert_parallel(module):
+        return (
+            "its experts are spread over processes; kernelize leaves them alone, "
+            'model.set_experts_implementation("pallas") does not'
+        )
     if not state.has_class_forward(module):
         return "its forward was already replaced on the instance"
-    if getattr(module, "_is_expert_parallel", False):
-        return "its experts are spread over processes; the kernel sees those of one process only"
     if module._modules.get("parametrizations") is not None:
         return "its weights are parametrized"
     for name in _weight_names(module):
@@ -46,6 +53,11 @@ def recognise(module: Any) -> str | None:
         if reason is not None:
             return f"{name} {reason}"
     return None
+
+
+def _is_expert_parallel(module: Any) -> bool:
+    """True if Transformers has put exchange between processes around the class's forward, which it still calls."""
+    return getattr(module, "_is_expert_parallel", False)
 
 
 def _weight_names(module: Any) -> list[str]:
@@ -81,7 +93,7 @@ def _table_of(cls: Any) -> object | None:
 
 def kernel_by_setting(module: Any) -> Kernel | None:
     """The kernel that these experts run since their config says so, with or without kernelize."""
-    if not is_experts(module) or not state.has_class_forward(module):
+    if not is_experts(module) or not (state.has_class_forward(module) or _is_expert_parallel(module)):
         return None
     return kernel_behind(getattr(module.config, "_experts_implementation", None))
 

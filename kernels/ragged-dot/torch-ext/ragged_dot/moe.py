@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import (
+    autocast_dtype,
     check_gated,
     check_layer,
     check_one_device,
@@ -75,7 +76,8 @@ def moe_experts(
     x = _linear(x, gate_up_proj, gate_up_bias, ids, group_sizes, transposed)
     gated = _apply_gate(x, activation, gate)  # (s, i)
     check_gated("moe_experts", gated, x.shape[0], down_proj.shape[1 if transposed else 2], gate)
-    x = _linear(gated.to(x.dtype), down_proj, down_bias, ids, group_sizes, transposed)
+    gated = gated.to(autocast_dtype(hidden_states) or hidden_states.dtype)  # a gate or a bias may have made it wider
+    x = _linear(gated, down_proj, down_bias, ids, group_sizes, transposed)
     if output_norm is not None:
         x = output_norm(x)
     # Rows of slots without an expert are zero, unless something was added to them.
@@ -83,7 +85,7 @@ def moe_experts(
         x = torch.where((ids < experts).unsqueeze(-1), x, 0)
     # Their weights must not count either, not even as NaN.
     weights = torch.where(top_k_index < experts, top_k_weights, 0)
-    return _combine(x, order, weights).to(hidden_states.dtype)
+    return _combine(x, order, weights, hidden_states.dtype)
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -124,8 +126,9 @@ def _linear(
     y = product(x, weight, group_sizes, not transposed)
     if bias is None or bias.shape[0] == 0:
         return y
-    # Any bias will do for unserved slots: the next product, or the weighting, drops those rows.
-    return y + bias.index_select(0, ids.clamp(max=bias.shape[0] - 1)).to(y.dtype)
+    # Any bias will do for unserved slots: the next product, or the weighting, drops those rows. Under autocast a
+    # float32 bias is added as it is, and what is made of the sum keeps its digits until the next product.
+    return y + bias.index_select(0, ids.clamp(max=bias.shape[0] - 1))
 
 
 def _apply_gate(x: Tensor, activation: str | Callable, gate: str | Callable | None) -> Tensor:
@@ -138,12 +141,13 @@ def _apply_gate(x: Tensor, activation: str | Callable, gate: str | Callable | No
     return act(gates) * ups
 
 
-def _combine(x: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+def _combine(x: Tensor, order: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Bring the slots back to their tokens and sum them there, weighted: (s, h), (s,), (t, top_k) -> (t, h)."""
     t, top_k = weights.shape
     back = torch.empty_like(order).scatter(0, order, torch.arange(t * top_k, device=order.device))
-    rows = x.index_select(0, back).view(t, top_k, x.shape[1])
-    return (rows * weights.unsqueeze(-1)).sum(dim=1)
+    weighted = x.index_select(0, back).view(t, top_k, x.shape[1]) * weights.unsqueeze(-1)
+    # One rounding at the end: autocast makes narrow rows of wide hidden states, and wide weights make wide rows.
+    return weighted.sum(dim=1, dtype=torch.promote_types(weighted.dtype, dtype)).to(dtype)
 
 
 def _check_names(activation: str | Callable, gate: str | Callable | None) -> None:
