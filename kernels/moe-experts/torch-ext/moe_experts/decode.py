@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .blocks import dot, for_chunks, weights_of
 from .config import DecodeConfig, Sizes
 from .gates import Gating
 from .routing import experts_in_use
@@ -104,6 +105,9 @@ def _visit(
     *bias_refs, out_ref, product_ref, gated_ref, sums_ref = refs
     visit, block = pl.program_id(0), pl.program_id(1)
     block_h, w = x_ref.shape[1] // blocks, product_ref.shape[1]
+    here = (
+        0 if blocks == 1 else pl.multiple_of(block * block_h, block_h)
+    )  # one block may have any size, and start at 0 only
 
     @pl.when((visit == 0) & (block == 0))
     def _():
@@ -115,20 +119,20 @@ def _visit(
     weight = jnp.sum(jnp.where(served, weights_ref[...], 0.0), axis=1, keepdims=True)
 
     def add_results(start, size):
-        y = _dot(gated_ref[...], _columns(down_ref, start, size, transposed), transposed)
+        y = dot(gated_ref[...], weights_of(down_ref, pl.ds(start, size), transposed), transposed)
         if has_bias:
             y += bias_refs[1][:, pl.ds(start, size)].astype(jnp.float32)
-        sums_ref[:, pl.ds(_aligned(block * block_h, block_h) + start, size)] += jnp.where(serves, weight * y, 0.0)
+        sums_ref[:, pl.ds(here + start, size)] += jnp.where(serves, weight * y, 0.0)
 
     def add_product(start, size):
-        x = x_ref[:, pl.ds(_aligned(block * block_h, block_h), block_h)]
-        product = _dot(x, _columns(gate_up_ref, start, size, transposed), transposed)
+        x = x_ref[:, pl.ds(here, block_h)]
+        product = dot(x, weights_of(gate_up_ref, pl.ds(start, size), transposed), transposed)
         if blocks > 1:
             product += jnp.where(block == 0, 0.0, product_ref[:, pl.ds(start, size)])
         product_ref[:, pl.ds(start, size)] = product
 
-    _for_chunks(block_h, chunk, add_results)
-    _for_chunks(w, chunk, add_product)
+    for_chunks(block_h, chunk, add_results)
+    for_chunks(w, chunk, add_product)
 
     @pl.when(block == blocks - 1)
     def _():
@@ -139,41 +143,8 @@ def _visit(
         def gate(start, size):
             gated_ref[:, pl.ds(start, size)] = gating.columns_of(read, start, size, w).astype(gated_ref.dtype)
 
-        _for_chunks(gated_ref.shape[1], gating.chunk(w), gate)
+        for_chunks(gated_ref.shape[1], gating.chunk(w), gate)
 
     @pl.when((visit == pl.num_programs(0) - 1) & (block == blocks - 1))
     def _():
         out_ref[...] = sums_ref[...].astype(out_ref.dtype)
-
-
-def _for_chunks(size: int, chunk: int, step) -> None:
-    """step(start, length) over an axis. A loop, since a long run of products leaves the compiler short of registers."""
-    whole = size // chunk
-
-    def body(n, carry):
-        step(pl.multiple_of(n * chunk, chunk), chunk)
-        return carry
-
-    if whole:
-        jax.lax.fori_loop(0, whole, body, 0)
-    if size % chunk:
-        step(whole * chunk, size % chunk)
-
-
-def _columns(weight_ref, start, size, transposed):
-    """The weights that make columns start ... start + size of a product."""
-    return weight_ref[:, pl.ds(start, size)] if transposed else weight_ref[pl.ds(start, size), :]
-
-
-def _aligned(start, multiple):
-    return pl.multiple_of(start, multiple)
-
-
-def _dot(x, weight, transposed):
-    return jax.lax.dot_general(
-        x,
-        weight,
-        (((1,), (0 if transposed else 1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )

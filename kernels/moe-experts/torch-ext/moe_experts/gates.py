@@ -50,7 +50,7 @@ class Gating(NamedTuple):
         return self.join(product[:, :i], product[:, i:])
 
     def columns_of(self, read: Callable, start, size: int, w: int):
-        """Columns start ... start + size of the result, where `read(columns)` gives columns of the product (rows, w)."""
+        """Columns start ... start + size of the result, `read(columns)` giving columns of the product (rows, w)."""
         if self.gate == "none":
             return ACTIVATIONS[self.activation](read(pl.ds(start, size)))
         if self.gate == "interleaved":

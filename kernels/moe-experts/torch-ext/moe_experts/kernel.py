@@ -3,6 +3,7 @@
     out[t] = sum over k of  weights[t, k] * down[e] @ gated(gate_up[e] @ x[t] + bias) + bias,   e = index[t, k]
 
     decode.py    few tokens: nothing is sorted or gathered, every expert in use reads all tokens
+    prefill.py   many tokens: rows are gathered and summed inside VMEM, where tokens and an expert's weights fit in it
     products.py  any sizes: sort and gather, two ragged dots (the kernel of ragged-dot), combine
 
 Shapes   x (t, h), gate_up (e, w, h), down (e, h, i), index and weights (t, top_k) -> (t, h); w is 2 * i, or i without a
@@ -12,12 +13,17 @@ Dtypes   float32 and bfloat16, summed in float32; what lies between the products
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
-from .config import DecodeConfig, Sizes, choose
+from ._ragged_dot.blocks import device_kind
+from .config import DecodeConfig, PrefillConfig, Sizes, choose
 from .decode import decode
 from .gates import Gating
+from .prefill import prefill
 from .products import by_products
 
 
@@ -34,7 +40,7 @@ def moe_experts_forward(
     limit: float | None = None,
     transposed: bool = False,
     *,
-    config: DecodeConfig | None = None,
+    config: DecodeConfig | PrefillConfig | None = None,
     interpret=False,
 ) -> jax.Array:
     """See op.py, where the arguments were checked. Both biases are given, or none."""
@@ -46,9 +52,40 @@ def moe_experts_forward(
     index = top_k_index.astype(jnp.int32)
     index = jnp.where((index >= 0) & (index < e), index, e)
     biases = () if gate_up_bias is None else (gate_up_bias[:, None, :], down_bias[:, None, :])
-    arguments = (hidden_states, gate_up_proj, down_proj, index, top_k_weights.astype(jnp.float32), biases)
-    gating = Gating(activation, gate, limit)
-    config = config or choose(sizes, hidden_states.dtype.itemsize)
-    if config is None:
-        return by_products(*arguments, sizes=sizes, gating=gating, interpret=interpret)
-    return decode(*arguments, sizes=sizes, gating=gating, config=config, interpret=interpret)
+    experts = (gate_up_proj, down_proj)
+    routing = (index, top_k_weights.astype(jnp.float32))
+    common = {"gating": Gating(activation, gate, limit), "interpret": interpret}
+    config = config or choose(sizes, hidden_states.dtype.itemsize, device_kind())
+    if isinstance(config, DecodeConfig):
+        return decode(hidden_states, *experts, *routing, biases, sizes=sizes, config=config, **common)
+    if isinstance(config, PrefillConfig):
+        run = functools.partial(prefill, config=config, sizes=replace(sizes, t=config.tokens), **common)
+        return _in_calls(
+            lambda x, index, weights: run(x, *experts, index, weights, biases),
+            config.tokens,
+            (hidden_states, *_merge_choices(*routing, e)),
+            fill=(0, e, 0),
+        )
+    return by_products(hidden_states, *experts, *routing, biases, sizes=sizes, **common)
+
+
+def _merge_choices(index, weights, e: int):
+    """A token that chose an expert twice gets the sum of both weights at the first, and no expert at the second."""
+    same = index[:, :, None] == index[:, None, :]  # (t, top_k, top_k)
+    place = jnp.arange(index.shape[1])
+    repeated = jnp.any(same & (place[:, None] > place), axis=2)
+    total = jnp.sum(jnp.where(same, weights[:, None, :], 0.0), axis=2)
+    return jnp.where(repeated, e, index), total
+
+
+def _in_calls(call, tokens: int, arrays, fill):
+    """call(*rows of arrays) for `tokens` rows at a time, the last filled up; results in one array."""
+    t = arrays[0].shape[0]
+    calls = -(-t // tokens)
+    if calls == 1 and t == tokens:
+        return call(*arrays)
+    padded = [
+        jnp.pad(array, ((0, calls * tokens - t), (0, 0)), constant_values=value).reshape(calls, tokens, -1)
+        for array, value in zip(arrays, fill, strict=True)
+    ]
+    return jax.lax.map(lambda rows: call(*rows), tuple(padded)).reshape(calls * tokens, -1)[:t]

@@ -1,8 +1,7 @@
-"""Any sizes: sort the slots by expert, gather their tokens, two ragged dots, combine. XLA does what is not a product."""
+"""Any sizes: sort the slots by expert, gather their tokens, two ragged dots, combine; XLA does the rest."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from ._ragged_dot.kernel import ragged_dot_forward

@@ -1,4 +1,4 @@
-"""What an experts layer is: every expert on every token, in float32, weighted. Tests, benchmarks and shape rules use it.
+"""What an experts layer is: every expert on every token, in float32, weighted. Tests and benchmarks use it.
 
 A slot whose index is not 0 ... e - 1 adds nothing.
 """
