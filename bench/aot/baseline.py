@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pallas_hub.bench.aot.kernels import choose_workloads, report_kernel
+from pallas_hub.bench.aot.kernels import choose_workloads, compile_wishes, own_wish
 from pallas_hub.bench.aot.programs import Workload
 from pallas_hub.bench.aot.report import Report
 from pallas_hub.bench.aot.table import versions
@@ -131,16 +131,15 @@ def _compile(
     options: dict[str, Any],
     only: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    found = {}
-    for target in targets:
-        workloads = [
-            workload
-            for workload in choose_workloads(kernel, names, ops)
-            if only is None or _key(workload, target) in only
-        ]
-        for row in report_kernel(kernel, workloads, [target], **options):
-            found[_key(row.workload, target)] = numbers(row.report)
-    return found
+    wishes = [
+        own_wish(kernel, workload, target)
+        for target in targets
+        for workload in choose_workloads(kernel, names, ops)
+        if only is None or _key(workload, target) in only
+    ]
+    # What XLA does around the kernels is not compared.
+    reports = compile_wishes(wishes, around=False, **options)
+    return {_key(wish.workload, wish.target): numbers(report) for wish, report in zip(wishes, reports, strict=True)}
 
 
 def _key(workload: Workload, target: str) -> str:

@@ -10,9 +10,12 @@ and the kernel's first dump lists its VMEM allocations. Three things turn static
 
     loops        a bundle counts as often as the constant loops around it, inside the step, go round
     either/or    of two branches under opposite conditions only the longer one counts
-    conditional  what else a branch may skip counts, and is also reported apart: first and last steps need some of it
+    once         what a branch skips unless the step's number is a certain constant (clearing on the first step) is no
+                 part of a step: it is reported apart
+    conditional  what else a branch may skip counts, and is also reported apart: a last step needs some of it
 
-Waiting for copies is not in it.
+Where a chip has two cores, the compiler may give each of them half of a `parallel` grid axis. Then the code waits for
+the other core at its start and end, and its grid loop goes round half as often. Waiting for copies is not in it.
 """
 
 from __future__ import annotations
@@ -26,13 +29,22 @@ from pathlib import Path
 from pallas_hub.bench.aot.errors import DumpError
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?P<label>[A-Z]{2})?\s*: (?P<depth>[> ]*)\{(?P<code>.*)", re.DOTALL)
-_EXIT_TEST = re.compile(r"scmp\.\w+\.\w+\.totalorder %\w+, (?P<bound>\d+) /\* loop exit test \*/")
+_EXIT_TEST = re.compile(
+    r"%(?P<result>p\d+)_\w+ = scmp\.\w+\.\w+\.totalorder (?:\(%(?P<inner>p\d+)_\w+\), )?"
+    r"%(?P<counter>\w+), (?P<bound>\d+)"
+    r" /\* loop exit test \*/"
+)
+_ADDITION = re.compile(r"%(?P<result>\w+) = sadd\.s32 (?P<number>\d+), %")
 _COMPARE = re.compile(
     r"%(?P<result>p\d+)_\w+ = scmp\.(?P<how>\w+)\.(?P<type>\w+)\.totalorder (?P<operands>%\w+, [%\w]+)"
 )
 _BRANCH = re.compile(r"sbr\.rel \((?P<negated>!?)%(?P<predicate>p\d+)_\w+\) target = \$region(?P<target>\d+)")
+# A step's number, as the pipeline around the kernel's body counts it; the name is told where it is computed.
+_STEP_NUMBER = re.compile(r"%(s\d+)_s\d+ = [^;{}]*?/\* [^*]*iteration index, stage = ")
 _VMEM = re.compile(r"#allocation\d+ \[shape = '[^']*', space=vmem, size = (?P<size>0x[0-9a-f]+)")
 _OPPOSITE = {"gt": "le", "le": "gt", "ge": "lt", "lt": "ge", "eq": "ne", "ne": "eq"}
+_TWO_CORES = "BarrierMegacore"
+_PIPELINE_ROUNDS = 2  # the grid loop goes round so many more times than there are steps, for the copies in flight
 _DELAY_SLOTS = 4  # bundles after a branch that run whether or not it is taken
 
 
@@ -47,6 +59,7 @@ class Code:
     spills: int = 0  # vector registers stored to VMEM for want of registers
     fills: int = 0  # and loaded back
     unknown_loops: int = 0  # loops without a constant bound, counted as going round once
+    once: int = 0  # bundles that one of the steps issues beside these
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,8 @@ class KernelCode:
     vmem_bytes: int
     whole: Code
     step: Code | None
+    cores: int = 1  # that share the steps of the grid
+    core_steps: int | None = None  # steps of one core, if that loop is the grid's; None where that is not constant
 
 
 @dataclass(eq=False)
@@ -109,8 +124,10 @@ def _read_kernel(dump: Path, prefix: str, path: Path, first: Path) -> KernelCode
     for bundle, row in zip(bundles, rows, strict=True):
         bundle.used = row
     vmem = sum(int(m["size"], 16) for m in _VMEM.finditer(first.read_text(errors="replace")))
-    whole, step = summarize(bundles, capacity["MATMUL"])
-    return KernelCode(prefix.split("-", 1)[1].rsplit(".", 1)[0], vmem, whole, step)
+    whole, step, rounds = summarize(bundles, capacity["MATMUL"])
+    cores = 2 if any(_TWO_CORES in bundle.code for bundle in bundles) else 1
+    core_steps = None if rounds is None else rounds - _PIPELINE_ROUNDS
+    return KernelCode(prefix.split("-", 1)[1].rsplit(".", 1)[0], vmem, whole, step, cores, core_steps)
 
 
 def _read_bundles(path: Path) -> list[_Bundle]:
@@ -138,20 +155,25 @@ def _read_utilization(path: Path) -> tuple[dict[str, int], list[dict[str, int]]]
     return capacity, rows
 
 
-def summarize(bundles: list[_Bundle], matmul_capacity: int) -> tuple[Code, Code | None]:
-    """A whole run of the kernel, and one round of its grid loop: the outermost loop with the most bundles."""
+def summarize(bundles: list[_Bundle], matmul_capacity: int) -> tuple[Code, Code | None, int | None]:
+    """A whole run; one round of the grid loop, which is the outermost loop with the most bundles; how many rounds."""
     _find_loops(bundles)
     regions = _find_regions(bundles)
-    skipped = _skipped_arms(bundles, regions)
+    skipped, first_only = _skipped_arms(bundles, regions), _of_one_step(bundles, regions)
     outermost = dict.fromkeys(bundle.loops[0] for bundle in bundles if bundle.loops)
-    whole = _count(bundles, None, set(), regions, skipped, matmul_capacity)
-    rounds = [_count(bundles, loop, {loop}, regions, skipped, matmul_capacity) for loop in outermost]
-    return whole, max(rounds, key=lambda code: code.bundles, default=None)
+    whole = _count(bundles, None, set(), regions, skipped, [], matmul_capacity)
+    steps = [
+        (_count(bundles, loop, {loop}, regions, skipped, first_only, matmul_capacity), loop.bound) for loop in outermost
+    ]
+    step, rounds = max(steps, key=lambda step: step[0].bundles, default=(None, None))
+    return whole, step, rounds
 
 
 def _find_loops(bundles: list[_Bundle]) -> None:
     stack: list[_Loop] = []
     left: dict[int, _Loop] = {}  # depth -> the loop last seen there
+    depth_of: dict[str, int] = {}  # predicate of an exit test -> depth of its loop
+    added = {m["result"]: int(m["number"]) for bundle in bundles for m in _ADDITION.finditer(bundle.code)}
     for bundle in bundles:
         del stack[bundle.depth :]
         if bundle.label in ("LB", "LH") and bundle.depth:
@@ -162,8 +184,12 @@ def _find_loops(bundles: list[_Bundle]) -> None:
             stack.append(left.get(len(stack)) or _Loop())
         left.update(enumerate(stack))
         bundle.loops = tuple(stack)
-        if stack and (test := _EXIT_TEST.search(bundle.code)):
-            stack[-1].bound = int(test["bound"])
+        for test in _EXIT_TEST.finditer(bundle.code):
+            # The last round of an inner loop may hold the test of the loop around it, under the inner test's predicate.
+            depth = depth_of[test["inner"]] - 1 if test["inner"] in depth_of else len(stack)
+            depth_of[test["result"]] = depth
+            if 0 < depth <= len(stack):
+                stack[depth - 1].bound = -(-int(test["bound"]) // max(1, added.get(test["counter"], 1)))
 
 
 def _find_regions(bundles: list[_Bundle]) -> list[_Region]:
@@ -197,12 +223,29 @@ def _skipped_arms(bundles: list[_Bundle], regions: list[_Region]) -> list[tuple[
     return skipped
 
 
+def _of_one_step(bundles: list[_Bundle], regions: list[_Region]) -> list[tuple[int, int]]:
+    """Regions that a branch skips unless the step's number equals a constant."""
+    numbers = {name for bundle in bundles for name in _STEP_NUMBER.findall(bundle.code)}
+    compares = {m["result"]: m for bundle in bundles for m in _COMPARE.finditer(bundle.code)}
+    found = []
+    for start, end, predicate in regions:
+        compare = compares.get(predicate.lstrip("!"))
+        if compare is None:
+            continue
+        left, right = compare["operands"].split(", ")
+        skips_unequal = compare["how"] == ("eq" if predicate.startswith("!") else "ne")
+        if skips_unequal and right.isdigit() and left.lstrip("%").split("_")[0] in numbers:
+            found.append((start, end))
+    return found
+
+
 def _count(
     bundles: list[_Bundle],
     around: _Loop | None,
     once: set[_Loop],
     regions: list[_Region],
     skipped: list[tuple[int, int]],
+    first_only: list[tuple[int, int]],
     matmul_capacity: int,
 ) -> Code:
     """Issue counts of one round of the loop `around`, or of everything; the loops in `once` count as one round."""
@@ -211,6 +254,10 @@ def _count(
         repeats = math.prod(loop.bound or 1 for loop in bundle.loops if loop not in once)
         weights.append(repeats if around is None or around in bundle.loops else 0)
     for start, end in skipped:
+        weights[start : end + 1] = [0] * (end + 1 - start)
+    apart = 0
+    for start, end in first_only:
+        apart += sum(weights[start : end + 1])
         weights[start : end + 1] = [0] * (end + 1 - start)
     total = sum(weights)
     maybe: set[int] = set()
@@ -230,4 +277,5 @@ def _count(
         spills=used("VSTORE:SPILL"),
         fills=used("VLOAD:FILL"),
         unknown_loops=sum(loop.bound is None for loop in unbounded - once),
+        once=apart,
     )

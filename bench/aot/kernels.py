@@ -12,7 +12,15 @@ from pallas_hub.bench.aot.programs import Workload, find_program, kernel_program
 from pallas_hub.bench.aot.report import Report, build_report, check_targets
 from pallas_hub.bench.aot.runner import DEFAULT_TIMEOUT_S, Job, require_libtpu, run_jobs
 
-IMPLS = {"ours": "ours", "jax": "megablox", "tokamax": "tokamax", "xla": "XLA", "xla-kernel": "XLA, kernel option"}
+IMPLS = {
+    "ours": "ours",
+    "products": "two ragged dots",
+    "jax": "megablox",
+    "tokamax": "tokamax",
+    "xla": "XLA",
+    "xla-kernel": "XLA, kernel option",
+    "batched_mm": "batched_mm",
+}
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,13 @@ class Wish:
         }
 
 
-def choose_workloads(kernel: str, names: Sequence[str] = (), ops: Sequence[str] = ()) -> list[Workload]:
+def choose_workloads(
+    kernel: str, names: Sequence[str] = (), ops: Sequence[str] = (), shapes: Sequence[str] = ()
+) -> list[Workload]:
     """Those of the kernel whose case name contains one of `names`, and whose op is in `ops`; all when these are empty.
 
-    Raises   ValueError: nothing matches; the message lists what there is.
+    `shapes` are cases of the user's own ('m=4096,n=5120'); with some, the kernel's own cases are there only by name.
+    Raises   ValueError: nothing matches, or a shape is not in the kernel's letters; the message lists what there is.
     """
     module = kernel_programs(kernel)
     everything = module.cases()
@@ -64,11 +75,13 @@ def choose_workloads(kernel: str, names: Sequence[str] = (), ops: Sequence[str] 
         if not any(name in workload.case for workload in everything):
             cases = dict.fromkeys(workload.case for workload in everything)
             raise ValueError(f"{kernel} has no workload {name!r}; there are: {', '.join(cases)}.")
-    return [
-        workload
-        for workload in everything
-        if (not names or any(name in workload.case for name in names)) and (not ops or workload.op in ops)
+    for shape in shapes:
+        module.shape_case(shape)
+    own = [Workload(op, shape) for shape in dict.fromkeys(shapes) for op in module.OPS]
+    named = [
+        workload for workload in everything if any(name in workload.case for name in names) or not (names or shapes)
     ]
+    return [workload for workload in (*named, *own) if not ops or workload.op in ops]
 
 
 def report_kernel(
@@ -108,6 +121,12 @@ def report_kernel(
     ]
 
 
+def own_wish(kernel: str, workload: Workload, target: str) -> Wish:
+    """Our kernel with the blocks that it takes by itself."""
+    blocks = kernel_programs(kernel).own_blocks(workload.op, workload.case, target)
+    return Wish(kernel, workload, target, "ours", blocks, True)
+
+
 def compile_wishes(
     wishes: Sequence[Wish],
     *,
@@ -132,8 +151,8 @@ def compile_wishes(
 
     results = run_jobs(jobs, workers=workers, timeout_s=timeout_s, cache=cache, on_done=report_progress)
     return [
-        build_report(job, result, least_bytes=program.least_bytes, flops=program.flops, notes=_notes(program))
-        for job, result, program in zip(jobs, results, programs, strict=True)
+        build_report(job, result, least_bytes=program.least_bytes, flops=program.flops, notes=_notes(wish, program))
+        for wish, job, result, program in zip(wishes, jobs, results, programs, strict=True)
     ]
 
 
@@ -153,13 +172,23 @@ def _blocks(module: Any, workload: Workload, target: str, impl: str) -> list[dic
     return module.peer_blocks(workload.op, workload.case, target, impl)
 
 
-def _notes(program: Any) -> list[str]:
-    return ["bytes counted for megablox at the same tile"] if program.counted_as else []
+def _notes(wish: Wish, program: Any) -> list[str]:
+    notes = [program.note] if program.note else []
+    if program.counted_as:
+        notes.append("bytes counted for megablox at the same tile")
+    if wish.impl == "ours" and wish.blocks is not None:
+        default = kernel_programs(wish.kernel).default_blocks(wish.workload.op, wish.workload.case, wish.target)
+        if wish.blocks != default:
+            notes.append(f"tuned blocks; the default is {_tile(default)}")
+    return notes
 
 
 def _label(wish: Wish) -> str:
-    tile = "x".join(str(v) for k, v in (wish.blocks or {}).items() if k.startswith("block_"))
-    return " ".join(filter(None, [wish.workload.case, wish.workload.op, IMPLS[wish.impl], tile]))
+    return " ".join(filter(None, [wish.workload.case, wish.workload.op, IMPLS[wish.impl], _tile(wish.blocks or {})]))
+
+
+def _tile(blocks: dict[str, int]) -> str:
+    return "x".join(str(v) for k, v in blocks.items() if k.startswith("block_"))
 
 
 def _choose(wishes: Sequence[Wish], reports: Sequence[Report]) -> list[tuple[Wish, int]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from pallas_hub.bench.aot.hardware import HARDWARE
 from pallas_hub.bench.aot.programs import Program, Workload
+from pallas_hub.bench.aot.shapes import is_shape, parse_shape
 from pallas_hub.bench.kernel_source import load_jax_module
 
 OPS = ("forward", "forward-transposed", "backward-lhs", "backward-rhs")
@@ -36,7 +37,7 @@ def build(op: str, case_name: str, impl: str, blocks: dict[str, int] | None) -> 
     import jax.numpy as jnp
     import numpy as np
 
-    case = _case(case_name)
+    case = find_case(case_name)
     m, k, n, g = case.m, case.k, case.n, case.g
 
     def array(*shape: int) -> Any:
@@ -62,23 +63,27 @@ def build(op: str, case_name: str, impl: str, blocks: dict[str, int] | None) -> 
         fn, options = (_megablox if impl == "jax" else _tokamax)(op, transposed, tile), _PEER_VMEM.copy()
         if impl == "tokamax":  # its pipeline is written by hand; the copies are megablox's
             counted_as = (_megablox(op, transposed, tile), (left, right, sizes))
-    return Program(fn, (left, right, sizes), _least_bytes(op, case), 2 * m * k * n, options, counted_as)
+    note = f"rows go to groups at random (seed 0): {_active(case)} of {g} have some" if is_shape(case_name) else ""
+    return Program(fn, (left, right, sizes), _least_bytes(op, case), 2 * m * k * n, options, counted_as, note)
 
 
 def own_blocks(op: str, case_name: str, target: str) -> dict[str, int]:
     """What the kernel chooses by itself on that TPU."""
-    case, config = _case(case_name), load_jax_module("ragged-dot", "config")
-    if op == "backward-rhs":
-        return vars(config.choose_weight_gradient_config(case.m, case.k, case.n, case.g, ITEM)).copy()
-    k, n = _inner(op, case)
-    return vars(config.choose_config(case.m, k, n, case.g, ITEM, device_kind=HARDWARE[target].device_kind)).copy()
+    tuned, kind = load_jax_module("ragged-dot", "tuned"), HARDWARE[target].device_kind
+    return vars(tuned.tuned_config(*_launch(op, case_name), "bfloat16", ITEM, kind)).copy()
+
+
+def default_blocks(op: str, case_name: str, target: str) -> dict[str, int]:
+    """The same without what was tuned."""
+    tuned, kind = load_jax_module("ragged-dot", "tuned"), HARDWARE[target].device_kind
+    return vars(tuned.default_config(*_launch(op, case_name), ITEM, kind)).copy()
 
 
 def peer_blocks(op: str, case_name: str, target: str, impl: str) -> list[dict[str, int] | None]:
     """Tiles to try: ours first, then the inner axis whole and columns as wide as VMEM allows, with 128 and 256 rows."""
     if impl.startswith("xla"):
         return [None]
-    case, own = _case(case_name), own_blocks(op, case_name, target)
+    case, own = find_case(case_name), own_blocks(op, case_name, target)
     k, n = _inner(op, case)
     tiles = [(min(own["block_m"], case.m), own["block_k"], own["block_n"])]
     # Peers need row tiles that divide m; m of a model case is a multiple of 8.
@@ -95,8 +100,8 @@ def _peer_vmem_bytes(m: int, k: int, n: int) -> int:
 
 def tune_blocks(op: str, case_name: str, target: str) -> list[dict[str, int]]:
     """Row tiles, column blocks and chunks around the default that fit VMEM by the kernel's own estimate."""
-    case, config = _case(case_name), load_jax_module("ragged-dot", "config")
-    default = config.Config(**own_blocks(op, case_name, target))
+    case, config = find_case(case_name), load_jax_module("ragged-dot", "config")
+    default = config.Config(**default_blocks(op, case_name, target))
     k, n = _inner(op, case)
     need = config.weight_gradient_vmem_bytes if op == "backward-rhs" else config.forward_vmem_bytes
     inner = {default.block_k, k} | ({512, 1024} if op == "backward-rhs" else set())
@@ -115,16 +120,47 @@ def tune_blocks(op: str, case_name: str, target: str) -> list[dict[str, int]]:
 
 def sizes(op: str, case_name: str) -> dict[str, Any]:
     """What a tuned entry is found by."""
-    case = _case(case_name)
-    return {"op": op, "dtype": "bfloat16", "m": case.m, "k": case.k, "n": case.n, "g": case.g}
+    return load_jax_module("ragged-dot", "tuned").sizes(*_launch(op, case_name), "bfloat16")
 
 
-def _case(name: str) -> Any:
+def find_case(name: str) -> Any:
+    """The case of that name, or of that shape.
+
+    Raises   ValueError: there is none.
+    """
+    if is_shape(name):
+        return shape_case(name)
     cases = load_jax_module("ragged-dot", "cases").MODEL_CASES
     found = next((case for case in cases if case.name == name), None)
     if found is None:
         raise ValueError(f"ragged-dot has no workload {name!r}; there are: {', '.join(case.name for case in cases)}.")
     return found
+
+
+def shape_case(text: str) -> Any:
+    """A case of the user's own. Raises   ValueError: not in the letters of this kernel."""
+    shape, _ = parse_shape("ragged-dot", text, {"m": 512, "k": 2048, "n": 1536, "g": 128})
+    case = load_jax_module("ragged-dot", "cases").Case
+    return case(shape["m"], shape["k"], shape["n"], _routed(shape["m"], shape["g"]), text)
+
+
+def tuned_workload(when: dict[str, Any]) -> Workload:
+    """The workload that such an entry was made for, with rows routed at random."""
+    op = "backward-rhs" if when["op"] == "weight-gradient" else when["op"]
+    return Workload(op, ",".join(f"{letter}={when[letter]}" for letter in "mkng"))
+
+
+@functools.cache
+def _routed(m: int, g: int) -> tuple[int, ...]:
+    """Each row to one group, all equally likely."""
+    return load_jax_module("ragged-dot", "cases").routed_sizes(m, g, top_k=1)
+
+
+def _launch(op: str, case_name: str) -> tuple[str, int, int, int, int]:
+    """The kernel's own name of the op, and its m, k, n, g."""
+    case = find_case(case_name)
+    name = {"forward": "forward", "backward-rhs": "weight-gradient"}.get(op, "forward-transposed")
+    return name, case.m, *_inner(op, case), case.g
 
 
 def _inner(op: str, case: Any) -> tuple[int, int]:
@@ -134,8 +170,12 @@ def _inner(op: str, case: Any) -> tuple[int, int]:
 
 def _least_bytes(op: str, case: Any) -> int:
     """Both row arrays once, and once the weights of each group with rows (their gradients: of every group)."""
-    active = case.g if op == "backward-rhs" else sum(size > 0 for size in case.group_sizes)
+    active = case.g if op == "backward-rhs" else _active(case)
     return (case.m * (case.k + case.n) + active * case.k * case.n) * ITEM
+
+
+def _active(case: Any) -> int:
+    return sum(size > 0 for size in case.group_sizes)
 
 
 def _ours(op: str, transposed: bool, blocks: dict[str, int] | None) -> Callable:

@@ -6,7 +6,9 @@ import functools
 import math
 from typing import Any
 
+from pallas_hub.bench.aot.hardware import HARDWARE
 from pallas_hub.bench.aot.programs import Program, Workload
+from pallas_hub.bench.aot.shapes import is_shape, parse_shape
 from pallas_hub.bench.kernel_source import load_jax_module
 
 OPS = ("forward", "backward")
@@ -24,7 +26,7 @@ def build(op: str, case_name: str, impl: str, blocks: dict[str, int] | None) -> 
     import jax
     import jax.numpy as jnp
 
-    case = _case(case_name)
+    case = find_case(case_name)
     dtype = jnp.dtype(case.dtype)
     x, weight = jax.ShapeDtypeStruct((case.m, case.n), dtype), jax.ShapeDtypeStruct((case.n,), dtype)
     args = {
@@ -46,9 +48,19 @@ def build(op: str, case_name: str, impl: str, blocks: dict[str, int] | None) -> 
 
 
 def own_blocks(op: str, case_name: str, target: str) -> dict[str, int]:
-    """What the kernel chooses by itself."""
-    case, config = _case(case_name), load_jax_module("rms-norm", "config")
-    return vars(config.choose(case.m, case.n, _streams(op, case))).copy()
+    """What the kernel chooses by itself on that TPU."""
+    case, tuned = find_case(case_name), load_jax_module("rms-norm", "tuned")
+    kind = HARDWARE[target].device_kind
+    config = tuned.tuned_config(
+        op, case.m, case.n, _streams(op, case, target), case.dtype, residual=case.residual, device_kind=kind
+    )
+    return vars(config).copy()
+
+
+def default_blocks(op: str, case_name: str, target: str) -> dict[str, int]:
+    """The same without what was tuned."""
+    case, config = find_case(case_name), load_jax_module("rms-norm", "config")
+    return vars(config.choose(case.m, case.n, _streams(op, case, target))).copy()
 
 
 def peer_blocks(op: str, case_name: str, target: str, impl: str) -> list[dict[str, int] | None]:
@@ -57,8 +69,8 @@ def peer_blocks(op: str, case_name: str, target: str, impl: str) -> list[dict[st
 
 def tune_blocks(op: str, case_name: str, target: str) -> list[dict[str, int]]:
     """Rows per step around the default, halved and doubled, and rows per tile likewise, where they fit VMEM."""
-    case, config = _case(case_name), load_jax_module("rms-norm", "config")
-    default = config.choose(case.m, case.n, _streams(op, case))
+    case, config = find_case(case_name), load_jax_module("rms-norm", "config")
+    default = config.choose(case.m, case.n, _streams(op, case, target))
     if default.block_n < case.n:
         return []  # rows are cut: there is one way to do it
     found = []
@@ -68,18 +80,24 @@ def tune_blocks(op: str, case_name: str, target: str) -> list[dict[str, int]]:
             if not 1 <= tile_m <= block_m <= case.m or (tile_m % 8 and tile_m != case.m):
                 continue
             candidate = config.Config(block_m, default.block_n, tile_m, default.vmem_limit_bytes)
-            if config.vmem_bytes(candidate, case.n, _streams(op, case)) <= candidate.vmem_limit_bytes * 7 // 8:
+            if config.vmem_bytes(candidate, case.n, _streams(op, case, target)) <= candidate.vmem_limit_bytes * 7 // 8:
                 found.append(vars(candidate).copy())
     return found
 
 
 def sizes(op: str, case_name: str) -> dict[str, Any]:
     """What a tuned entry is found by."""
-    case = _case(case_name)
-    return {"op": op, "residual": case.residual, "dtype": case.dtype, "m": case.m, "n": case.n}
+    case = find_case(case_name)
+    return load_jax_module("rms-norm", "tuned").sizes(op, case.m, case.n, case.dtype, case.residual)
 
 
-def _case(name: str) -> Any:
+def find_case(name: str) -> Any:
+    """The case of that name, or of that shape.
+
+    Raises   ValueError: there is none.
+    """
+    if is_shape(name):
+        return shape_case(name)
     cases = load_jax_module("rms-norm", "cases").CASES
     found = next((case for case in cases if case.name == name), None)
     if found is None:
@@ -87,10 +105,27 @@ def _case(name: str) -> Any:
     return found
 
 
-def _streams(op: str, case: Any) -> Any:
+def shape_case(text: str) -> Any:
+    """A case of the user's own. Raises   ValueError: not in the letters of this kernel."""
+    flags = ("residual", "zero_centered", "float32_scale")
+    shape, given = parse_shape("rms-norm", text, {"m": 4096, "n": 5120}, (*flags, "float32"))
+    dtype = "float32" if "float32" in given else "bfloat16"
+    case = load_jax_module("rms-norm", "cases").Case
+    return case(text, **shape, dtype=dtype, **{flag: flag in given for flag in flags})
+
+
+def tuned_workload(when: dict[str, Any]) -> Workload:
+    """The workload that such an entry was made for."""
+    words = [f"m={when['m']}", f"n={when['n']}"]
+    words += ["residual"] * when["residual"] + ["float32"] * (when["dtype"] == "float32")
+    return Workload(when["op"], ",".join(words))
+
+
+def _streams(op: str, case: Any, target: str) -> Any:
     config, item = load_jax_module("rms-norm", "config"), 2 if case.dtype == "bfloat16" else 4
-    streams = config.forward_streams if op == "forward" else config.backward_streams
-    return streams(item, item, residual=case.residual)
+    if op == "forward":
+        return config.forward_streams(item, item, residual=case.residual)
+    return config.backward_streams(item, item, residual=case.residual, device_kind=HARDWARE[target].device_kind)
 
 
 def _function(op: str, residual: bool, forward: str) -> str:

@@ -4,7 +4,7 @@ A program is named by a small dict that goes to the worker as JSON:
 
     kernel   folder name
     op       what is computed; each module below lists its own
-    case     name of a workload
+    case     name of a workload, or a shape such as "m=4096,n=5120"
     impl     "ours", or the peer: jax, tokamax, xla, ...
     blocks   block sizes by name; None: whatever the implementation chooses
 """
@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-# Kernel -> module with OPS, PEERS, cases(), build(), own_blocks(), peer_blocks() and tune_blocks().
-_MODULES = {"rms-norm": "of_rms_norm", "ragged-dot": "of_ragged_dot"}
+# Kernel -> module with OPS, PEERS, cases(), shape_case(), build(), own_blocks() (what the kernel takes by itself),
+# default_blocks() (the same without tuning), peer_blocks(), tune_blocks() and sizes() (how the kernel looks blocks up).
+_MODULES = {"rms-norm": "of_rms_norm", "ragged-dot": "of_ragged_dot", "moe-experts": "of_moe_experts"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One program on one TPU generation: what was compiled, what was counted, what is modelled from the two.
 
-    model time of a kernel = max(bytes / HBM bandwidth, steps * bundles per step / clock) + fill
-    fill                   = copying in the first blocks and out the last ones, which nothing overlaps
+    model time of a kernel = max(bytes / HBM bandwidth, steps of a core * bundles per step / clock) + fill
+    fill                   = copying in the first blocks and out the last ones of each core, which nothing overlaps
 
 It is a best case. Where the first term is the larger one, it equals the roofline by construction and is no proof of
 speed; it tells good block sizes from bad ones, not good from good. docs/aot.md has its calibration and its limits.
@@ -30,7 +30,9 @@ class KernelReport:
 
     compiled   vmem_bytes of vmem_limit_bytes; per grid step: step_bundles, of them conditional_bundles that a branch
                may skip, matmul_share of the matrix units' slots, spills, fills
-    counted    steps, bytes, fill_bytes (None where the kernel makes its own copies)
+               and cores: how many of the chip share the steps
+    counted    steps of all cores, core_steps of the one with the most; bytes, fill_bytes (None where the kernel makes
+               its own copies)
     modelled   time_us (None where bytes, steps or a loop's length are unknown)
     """
 
@@ -47,6 +49,8 @@ class KernelReport:
     fill_bytes: int | None
     compute_us: float | None
     time_us: float | None
+    cores: int = 1
+    core_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -227,13 +231,14 @@ def _match(codes: list[dict[str, Any]], traffic: list[dict[str, Any]], job: Job)
 def _kernel_report(code: dict[str, Any], counted: dict[str, Any], job: Job) -> KernelReport:
     hardware = HARDWARE[job.target]
     steps, nbytes, fill = counted.get("steps"), counted.get("bytes"), counted.get("fill_bytes")
-    # A grid of one step leaves no loop; loops that are there belong to the kernel's body.
-    step = code["whole"] if steps == 1 or code["step"] is None else code["step"]
+    cores, core_steps = _share_steps(code, steps)
+    # A core with one step has no grid loop; loops that are there belong to the kernel's body.
+    step = code["whole"] if core_steps == 1 or code["step"] is None else code["step"]
     compute_us, time_us = None, None
-    if steps is not None and not step["unknown_loops"]:
-        compute_us = hardware.cycles_us(steps * step["bundles"])
+    if core_steps is not None and not step["unknown_loops"]:
+        compute_us = hardware.cycles_us(core_steps * step["bundles"] + step["once"])
         if nbytes is not None:
-            time_us = max(hardware.bandwidth_us(nbytes), compute_us) + hardware.bandwidth_us(fill or 0)
+            time_us = max(hardware.bandwidth_us(nbytes), compute_us) + hardware.bandwidth_us(cores * (fill or 0))
     option = job.options.get("xla_tpu_scoped_vmem_limit_kib")
     default = int(option) * 1024 if option else hardware.default_scoped_vmem_mib * MIB
     return KernelReport(
@@ -250,4 +255,18 @@ def _kernel_report(code: dict[str, Any], counted: dict[str, Any], job: Job) -> K
         fill_bytes=fill,
         compute_us=compute_us,
         time_us=time_us,
+        cores=cores,
+        core_steps=core_steps,
     )
+
+
+def _share_steps(code: dict[str, Any], steps: int | None) -> tuple[int, int | None]:
+    """How many cores share the steps, and the steps of the one with the most; one core unless the code shows both."""
+    cores, core_steps = code.get("cores", 1), code.get("core_steps")
+    if cores == 1 or steps is None:
+        return 1, steps
+    if steps == cores:
+        return cores, 1
+    if core_steps is not None and steps <= cores * core_steps and core_steps < steps:
+        return cores, core_steps
+    return 1, steps

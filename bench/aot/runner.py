@@ -17,15 +17,13 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pallas_hub.bench.aot.workers import Workers
 from pallas_hub.bench.kernel_source import kernel_folder
 from pallas_hub.registry.paths import cache_root
 
@@ -65,9 +63,10 @@ def run_jobs(
     options and the versions of jax and libtpu are the same. `on_done(job, result)` is called as each one ends.
     """
     folder = cache if cache is not None else cache_folder()
+    processes = Workers()
 
     def run(job: Job) -> dict[str, Any]:
-        result = _run(job, folder, timeout_s)
+        result = _run(job, folder, timeout_s, processes)
         if on_done is not None:
             on_done(job, result)
         return result
@@ -75,8 +74,9 @@ def run_jobs(
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1)
     try:
         return list(pool.map(run, jobs))
-    finally:
-        pool.shutdown(cancel_futures=True)  # interrupted: what has not begun never does
+    finally:  # interrupted: what has begun is stopped, the rest never begins
+        processes.close()
+        pool.shutdown(cancel_futures=True)
 
 
 def require_libtpu() -> None:
@@ -94,15 +94,19 @@ def cache_folder() -> Path:
     return cache_root() / "aot"
 
 
-def _run(job: Job, cache: Path, timeout_s: float) -> dict[str, Any]:
-    result = _cached(cache, _key(job, "bundles"), lambda: _compile(job, timeout_s))
+def _run(job: Job, cache: Path, timeout_s: float, processes: Workers) -> dict[str, Any]:
+    def run(dump: str) -> dict[str, Any]:
+        body = {"target": job.target, "program": job.program, "options": job.options}
+        return processes.run(body, dump=dump, timeout_s=timeout_s)
+
+    result = _cached(cache, _key(job, "bundles"), lambda: _compile(run))
     if result["status"] not in ("compiled", "no estimate"):
         return result
     if not result.get("pieces"):
         return result | {"xla": []}
     if not job.around:
         return result
-    around = _cached(cache, _key(job, "profile"), lambda: _run_worker(job, dump="profile", timeout_s=timeout_s))
+    around = _cached(cache, _key(job, "profile"), lambda: run("profile"))
     result["cached"] &= around["cached"]
     if "xla" in around:
         return result | {"xla": around["xla"]}
@@ -160,12 +164,12 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _compile(job: Job, timeout_s: float) -> dict[str, Any]:
+def _compile(run: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """When the process dies while it writes its dump, ask whether the program compiles at all."""
-    result = _run_worker(job, dump="bundles", timeout_s=timeout_s)
+    result = run("bundles")
     if result["status"] == "crashed":
         reason = f"the compiler's dump aborts: {result['reason']}"
-        result = _run_worker(job, dump="nothing", timeout_s=timeout_s)
+        result = run("nothing")
         if result["status"] == "compiled":
             return result | {"status": "no estimate", "reason": reason}
     if result["status"] == "refused":
@@ -173,51 +177,6 @@ def _compile(job: Job, timeout_s: float) -> dict[str, Any]:
     if "dump_error" in result:
         return result | {"status": "no estimate", "reason": result["dump_error"]}
     return result
-
-
-def _run_worker(job: Job, *, dump: str, timeout_s: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="pallas-hub-job-") as folder:
-        job_path, result_path = Path(folder, "job.json"), Path(folder, "result.json")
-        body = {"target": job.target, "program": job.program, "options": job.options, "dump": dump}
-        job_path.write_text(json.dumps(body))
-        command = [sys.executable, "-m", "pallas_hub.bench.aot.worker", str(job_path), str(result_path)]
-        environment = os.environ | {
-            "TMPDIR": folder,
-            "PYTHONPATH": _python_path(),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        }
-        environment.pop("LIBTPU_INIT_ARGS", None)
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return {"status": "timed out", "reason": f"no answer from the compiler within {timeout_s:g} s"}
-        if result_path.exists():
-            return json.loads(result_path.read_text())
-        return {
-            "status": "crashed",
-            "reason": _last_words(done.returncode, done.stderr.decode(errors="replace")),
-        }
-
-
-def _python_path() -> str:
-    """So that the worker finds this package also when it runs from a checkout."""
-    import pallas_hub
-
-    roots = [str(Path(pallas_hub.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(dict.fromkeys(root for root in roots if root))
-
-
-def _last_words(code: int, stderr: str) -> str:
-    if code == -9:
-        return "the process was killed (out of memory?)"
-    check = re.search(r"(?:Check failed|F\d{4}).*", stderr)
-    text = check.group(0) if check else _last_line(stderr)
-    return f"{'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}: {text[:200]}"
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no message"
 
 
 def plain_reason(error: str) -> str:

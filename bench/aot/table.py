@@ -24,7 +24,7 @@ _GROUPS: dict[str, tuple[tuple[str, Any], ...]] = {
         ("spill/fill", lambda r: _each(r, lambda k: f"{k.spills}/{k.fills}")),
     ),
     "counted": (
-        ("steps", lambda r: _each(r, lambda k: _number(k.steps))),
+        ("steps", lambda r: _each(r, _steps)),
         ("MB", lambda r: _amount(r.bytes, 1e6)),
         ("x least", lambda r: f"{r.bytes / r.least_bytes:.3f}" if r.bytes and r.least_bytes else "-"),
     ),
@@ -179,6 +179,11 @@ def _each(report: Report, show: Any) -> str:
 
 def _bundles(kernel: Any) -> str:
     return f"{kernel.step_bundles}" + (f" ({kernel.conditional_bundles}?)" if kernel.conditional_bundles else "")
+
+
+def _steps(kernel: Any) -> str:
+    """All of them, and how many cores share them where that is more than one."""
+    return _number(kernel.steps) + (f"/{kernel.cores} cores" if kernel.cores > 1 else "")
 
 
 def _number(value: int | None) -> str:

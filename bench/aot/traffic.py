@@ -27,6 +27,7 @@ from pallas_hub.bench.aot.jaxprs import inner_jaxpr, run_equation
 
 # Larger intermediate values are not evaluated: tables of block indices are small.
 _MAX_ELEMENTS = 1 << 22
+_MAX_STEPS = 1 << 23  # of a grid that is walked: some hundred bytes each
 
 
 class TrafficUnknown(ValueError):
@@ -89,7 +90,7 @@ def count_traffic(fn: Callable, args: Sequence[Any], *, device: Any = None, **st
     Shapes   args are `jax.ShapeDtypeStruct` where only the shape matters and numpy arrays where index maps or the
              grid depend on the values (group sizes, page tables)
     Device   the one that code asks for while it is traced; None: JAX's default
-    Raises   TrafficUnknown: a grid or an index map depends on an argument given as a shape only.
+    Raises   TrafficUnknown: a grid or an index map depends on an argument given as a shape only, or is too long.
     """
     shapes = [jax.tree.map(_shape_of, arg) for arg in args]
     with jax.default_device(device) if device is not None else contextlib.nullcontext():
@@ -139,6 +140,8 @@ def _kernel_traffic(eqn: Any, inputs: Sequence[Any]) -> Traffic:
     if any(bound is None for bound in bounds):
         raise TrafficUnknown(f"{name}: the grid depends on an argument given as a shape only; give its values.")
     grid = tuple(size if isinstance(size, int) else int(bounds.pop(0)) for size in mapping.grid)
+    if math.prod(grid) > _MAX_STEPS:
+        raise TrafficUnknown(f"{name}: a grid of {math.prod(grid)} steps is not walked, only up to {_MAX_STEPS}.")
     axes = [axis.ravel() for axis in np.indices(grid)]
     steps = np.stack(axes, axis=1).astype(np.int32) if axes else np.zeros((1, 0), np.int32)  # (steps, grid axes)
     operands = [_operand_traffic(name, block, steps, tables) for block in mapping.block_mappings]

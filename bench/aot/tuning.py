@@ -1,15 +1,17 @@
 """Choose block sizes with the real compiler: compile candidates, keep the one with the least modelled kernel time.
 
 Compiled, not measured: the numbers are the report's, with its limits, so a candidate replaces the default only when the
-model says it gains at least MIN_GAIN. Among candidates that close together, the one with the fewest spills wins, then
-the one with the least VMEM. A candidate that the compiler refuses is recorded with the reason.
+model says it gains at least MIN_GAIN, and two things do not count as a gain: one that spills more than the default, and
+a shorter fill that is bought with more steps, since the model leaves out what each step waits for its copies to start.
+Among candidates that close together, the one with the fewest spills wins, then the one with the least VMEM. A candidate
+that the compiler refuses is recorded with the reason.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ from pallas_hub.bench.aot.runner import require_libtpu
 from pallas_hub.bench.aot.table import versions
 
 MIN_GAIN = 0.01  # modelled times closer than this say nothing
-FAR = 4.0  # a tuned shape stands for others up to this factor away in every size
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Tuned:
 
     workload: Workload
     use: dict[str, int]
+    is_default: bool  # nothing gains MIN_GAIN on it
     modelled_us: float | None
     default_us: float | None
     tried: int
@@ -62,7 +64,7 @@ def tune(
     module = kernel_programs(kernel)
     found = []
     for workload in workloads:
-        default = module.own_blocks(workload.op, workload.case, target)
+        default = module.default_blocks(workload.op, workload.case, target)
         others = [blocks for blocks in module.tune_blocks(workload.op, workload.case, target) if blocks != default]
         candidates = [default, *others[:limit]]
         wishes = [Wish(kernel, workload, target, "ours", blocks, blocks is default) for blocks in candidates]
@@ -75,19 +77,37 @@ def tune(
 
 def choose(workload: Workload, candidates: Sequence[dict[str, int]], reports: Sequence[Report]) -> Tuned:
     """The best of the candidates; the first is the default, and stays when nothing gains MIN_GAIN on it."""
-    timed = [(report.kernel_us, i) for i, report in enumerate(reports) if report.kernel_us]
     failed = tuple(f"{candidates[i]}: {r.reason}" for i, r in enumerate(reports) if r.status != "compiled")
-    best, default_us = 0, reports[0].kernel_us
+    times = [_time_us(report, reports[0]) for report in reports]
+    best, default_us = 0, times[0]
+    timed = [(us, i) for i, us in enumerate(times) if us]
     if timed:
         least = min(timed)[0]
         if default_us is None or default_us > least * (1 + MIN_GAIN):
             close = [i for us, i in timed if us <= least * (1 + MIN_GAIN)]
             best = min(close, key=lambda i: (reports[i].spills, max(k.vmem_bytes for k in reports[i].kernels)))
-    return Tuned(workload, candidates[best], reports[best].kernel_us, default_us, len(candidates), failed)
+    return Tuned(workload, candidates[best], best == 0, times[best], default_us, len(candidates), failed)
+
+
+def _time_us(report: Report, default: Report) -> float | None:
+    """What a candidate is ranked by; None for one that can't replace the default."""
+    if report.kernel_us is None or default.kernel_us is None:
+        return report.kernel_us
+    if report.spills > default.spills:
+        return None
+    more_steps = sum(k.steps or 0 for k in report.kernels) > sum(k.steps or 0 for k in default.kernels)
+    return report.kernel_us + (max(0.0, _fill_us(default) - _fill_us(report)) if more_steps else 0.0)
+
+
+def _fill_us(report: Report) -> float:
+    return sum(report.hardware.bandwidth_us(kernel.cores * (kernel.fill_bytes or 0)) for kernel in report.kernels)
 
 
 def write(kernel: str, target: str, found: Sequence[Tuned], path: Path) -> None:
-    """Merge into the file of this device: entries of other workloads stay."""
+    """Merge into the file of this device: entries of other workloads stay.
+
+    Where the default is best there is no entry: another shape is better served by its own default than by this one's.
+    """
     module = kernel_programs(kernel)
     old = json.loads(path.read_text())["entries"] if path.is_file() else []
     new = [
@@ -100,58 +120,22 @@ def write(kernel: str, target: str, found: Sequence[Tuned], path: Path) -> None:
             "tried": tuned.tried,
         }
         for tuned in found
+        if not tuned.is_default
     ]
-    kept = [entry for entry in old if entry["when"] not in [made["when"] for made in new]]
+    again = [module.sizes(tuned.workload.op, tuned.workload.case) for tuned in found]
+    entries = [entry for entry in old if entry["when"] not in again] + new
+    if not entries:
+        path.unlink(missing_ok=True)
+        return
     body = {
         "kernel": kernel,
         "device": HARDWARE[target].device_kind,
         **versions(),
         "modelled": datetime.date.today().isoformat(),
-        "entries": sorted(kept + new, key=lambda entry: json.dumps(entry["when"], sort_keys=True)),
+        "entries": sorted(entries, key=lambda entry: json.dumps(entry["when"], sort_keys=True)),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(body, indent=2) + "\n")
-
-
-def look_up(
-    entries: Sequence[Mapping[str, Any]],
-    when: Mapping[str, Any],
-    default: dict[str, int],
-    fits: Callable[[dict[str, int]], bool],
-) -> dict[str, int]:
-    """Blocks of the nearest tuned shape, or `default`: never a failure, and never blocks that `fits` rejects.
-
-    Names (op, dtype) have to be equal; sizes may differ by up to FAR, and the nearest is the one with the least
-    product of size ratios.
-    """
-    best, distance = default, None
-    for entry in entries:
-        far = _distance(entry.get("when", {}), when)
-        use = entry.get("use")
-        if far is None or not isinstance(use, dict) or (distance is not None and far >= distance):
-            continue
-        if use.keys() == default.keys() and fits(dict(use)):
-            best, distance = dict(use), far
-    return best
-
-
-def _distance(tuned: Mapping[str, Any], when: Mapping[str, Any]) -> float | None:
-    if tuned.keys() != when.keys():
-        return None
-    product = 1.0
-    for name, value in when.items():
-        other = tuned[name]
-        if isinstance(value, str) or isinstance(other, str) or isinstance(value, bool):
-            if value != other:
-                return None
-            continue
-        if value <= 0 or other <= 0:
-            return None
-        ratio = max(value / other, other / value)
-        if ratio > FAR:
-            return None
-        product *= ratio
-    return product
 
 
 def _rounded(value: float | None) -> float | None:

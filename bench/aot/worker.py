@@ -1,8 +1,8 @@
-"""Compile one program for one TPU generation in a process of its own and write what the compiler says as JSON.
+"""Compile programs for TPUs, one after the other, and say as JSON what the compiler made of each.
 
 libtpu may abort the process, print what it likes, and reads its dump options once, when it is first used. So this file
-runs as `python -m pallas_hub.bench.aot.worker JOB.json RESULT.json` and is never imported by the product. What a job
-asks for ("dump"):
+runs as `python -m pallas_hub.bench.aot.worker DUMP`, reads one job per line and answers each with a line; it is never
+imported by the product. What the jobs ask for (DUMP):
 
     bundles    compile the program; read its kernels' bundles; count their traffic
     nothing    the same without the dump, for programs whose dump aborts
@@ -19,7 +19,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 # Of some 70 stages of each operation, the first and the last: a dump of 1 MB instead of 20.
 _DUMP = (
@@ -34,18 +34,33 @@ DUMP_FLAGS = {
 }
 
 
-def main(job_path: str, result_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
-    with tempfile.TemporaryDirectory(prefix="pallas-hub-aot-") as dump:
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag.format(dump=dump) for flag in DUMP_FLAGS[job["dump"]])
-        result = _run(job, Path(dump))
-    # Renamed into place: a reader sees a whole result or none.
-    partial = Path(result_path).with_suffix(".partial")
-    partial.write_text(json.dumps(result))
-    partial.rename(result_path)
+def main(kind: str) -> None:
+    jobs, answers = _take_pipes()
+    with tempfile.TemporaryDirectory(prefix="pallas-hub-aot-") as folder:
+        dump = Path(folder)
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag.format(dump=dump) for flag in DUMP_FLAGS[kind])
+        for line in jobs:
+            answers.write(json.dumps(_run(json.loads(line), kind, dump)) + "\n")
+            answers.flush()
+            _clear(dump)
 
 
-def _run(job: dict[str, Any], dump: Path) -> dict[str, Any]:
+def _take_pipes() -> tuple[IO[str], IO[str]]:
+    """Standard input and output, for jobs and answers alone: what libtpu and traced code print goes to stderr."""
+    jobs, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return jobs, answers
+
+
+def _clear(dump: Path) -> None:
+    """The names of kernels and operations repeat from one compilation to the next."""
+    for old in dump.iterdir():
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+
+def _run(job: dict[str, Any], kind: str, dump: Path) -> dict[str, Any]:
     from pallas_hub.bench.aot.errors import DumpError
     from pallas_hub.bench.aot.program import load_program
     from pallas_hub.bench.tpu_compile import tpu_device
@@ -53,7 +68,7 @@ def _run(job: dict[str, Any], dump: Path) -> dict[str, Any]:
     device = tpu_device(job["target"])  # loading libtpu is no part of the compile time
     try:
         loaded = load_program(job["program"])
-        if job["dump"] == "profile":
+        if kind == "profile":
             return {"status": "compiled", "xla": _profile(job, loaded, device, dump)}
         result = _compile(job, loaded)
         result.update(_count(loaded, device))
@@ -61,7 +76,7 @@ def _run(job: dict[str, Any], dump: Path) -> dict[str, Any]:
         return {"status": "compiled", "dump_error": str(error)}
     except Exception as error:  # whatever the compiler refuses with is data for the report
         return {"status": "refused", "error": f"{type(error).__name__}: {error}"}
-    if job["dump"] == "bundles":
+    if kind == "bundles":
         result.update(_read_kernels(dump))
     return result
 
@@ -109,8 +124,7 @@ def _profile(job: dict[str, Any], loaded: Any, device: Any, dump: Path) -> list[
 
     operations = []
     for fn, args in _pieces(loaded, device):
-        for old in dump.iterdir():  # the names of operations repeat from piece to piece
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        _clear(dump)
         compile_for_tpu(fn, *args, target=job["target"], options=job["options"])
         operations += [asdict(operation) for operation in read_operations(dump)]
     return operations

@@ -13,6 +13,8 @@ _EPILOG = """\
 examples:
   pallas-hub aot rms-norm --target v6e --workload llama-3-8b-4096
   pallas-hub aot ragged-dot --workload qwen3 --op forward --vs jax,tokamax,xla --html report.html
+  pallas-hub aot rms-norm --shape m=4096,n=5120 --target v6e
+  pallas-hub aot ragged-dot --shape m=512,k=2048,n=1536,g=128 --op forward --vs jax
   pallas-hub aot my_kernel.py:matmul --arg 'bf16[512,2048]' --arg 'bf16[2048,512]'
   pallas-hub aot rms-norm --check
 
@@ -33,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("what", metavar="KERNEL", help="rms-norm, ragged-dot, or path/to/file.py:function")
     parser.add_argument("--target", type=_names, metavar="T,T", help="of v5e, v5p, v6e, tpu7x; default: all")
     parser.add_argument("--workload", type=_names, default=[], metavar="NAME", help="cases whose name contains this")
+    add_shape(parser)
     parser.add_argument("--op", type=_names, default=[], metavar="OP", help="only these ops, e.g. forward")
     parser.add_argument("--vs", type=_names, default=[], metavar="WHO", help="peers, of jax, tokamax, xla")
     parser.add_argument("--arg", action="append", default=[], metavar="SPEC", help="bf16[512,2048], or a .npy file")
@@ -43,6 +46,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--check", action="store_true", help="compare with the committed baseline; 1 when worse")
     parser.add_argument("--update", action="store_true", help="record these numbers as the baseline")
     parser.set_defaults(run=run)
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="m=M,...",
+        help="sizes of your own, in the kernel's letters: m=4096,n=5120 (and residual, float32, ...) for rms-norm, "
+        "m=512,k=2048,n=1536,g=128 for ragged-dot, whose rows then go to groups at random (seed 0); repeatable",
+    )
 
 
 def _names(text: str) -> list[str]:
@@ -61,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
         if ":" in args.what:
             return _run_function(args)
         if args.arg:
-            raise ValueError("--arg goes with path/to/file.py:function; a kernel's arguments come from --workload.")
+            raise ValueError(
+                "--arg goes with path/to/file.py:function; a kernel's arguments come from --workload or --shape."
+            )
         return _run_baseline(args) if args.check or args.update else _run_kernel(args)
     except (ValueError, ImportError, OSError) as error:
         print(f"pallas-hub aot: {error}", file=sys.stderr)
@@ -72,7 +88,7 @@ def _run_kernel(args: argparse.Namespace) -> int:
     from pallas_hub.bench.aot import kernels, table
     from pallas_hub.bench.aot.hardware import HARDWARE
 
-    workloads = kernels.choose_workloads(args.what, args.workload, args.op)
+    workloads = kernels.choose_workloads(args.what, args.workload, args.op, args.shape)
     rows = kernels.report_kernel(
         args.what,
         workloads,
@@ -98,8 +114,8 @@ def _run_function(args: argparse.Namespace) -> int:
     from pallas_hub.bench.aot.report import build_report, check_targets
     from pallas_hub.bench.aot.runner import Job, require_libtpu, run_jobs
 
-    if args.workload or args.op or args.vs or args.check or args.update:
-        raise ValueError("--workload, --op, --vs, --check and --update go with a kernel of this project.")
+    if args.workload or args.shape or args.op or args.vs or args.check or args.update:
+        raise ValueError("--workload, --shape, --op, --vs, --check and --update go with a kernel of this project.")
     if args.html:
         raise ValueError("--html goes with a kernel of this project; use --json.")
     require_libtpu()
@@ -122,6 +138,8 @@ def _run_baseline(args: argparse.Namespace) -> int:
     from pallas_hub.bench.aot import baseline
     from pallas_hub.bench.aot.hardware import HARDWARE
 
+    if args.shape:
+        raise ValueError("--check and --update go with --workload: a baseline holds the kernel's own workloads.")
     targets: Sequence[str] = args.target or list(HARDWARE)
     options: dict[str, Any] = {"workers": args.workers, "timeout_s": args.timeout, "on_done": _progress}
     if args.update:

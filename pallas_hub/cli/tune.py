@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pallas_hub.cli.aot import _names, _positive, _progress
+from pallas_hub.cli.aot import _names, _positive, _progress, add_shape
 
 _EPILOG = """\
 examples:
@@ -14,8 +14,9 @@ examples:
   pallas-hub tune rms-norm --target tpu7x --limit 6 --out tuning.json
 
 Each candidate is compiled and modelled as by `pallas-hub aot`; nothing is measured, and a candidate replaces the
-default only when the model says it is at least 1 % faster. Interrupted, it goes on where it was. The kernels do not
-read the file yet: hand its blocks to them as `config`.
+default only when the model says it is at least 1 % faster. Interrupted, it goes on where it was. The kernel reads the
+file that lies in its tuning/ folder: for the tuned shapes, and for others that differ by at most a factor of 2 in each
+size.
 """
 
 
@@ -30,6 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("kernel", metavar="KERNEL", help="rms-norm or ragged-dot")
     parser.add_argument("--target", required=True, metavar="T", help="one of v5e, v5p, v6e, tpu7x")
     parser.add_argument("--workload", type=_names, default=[], metavar="NAME", help="cases whose name contains this")
+    add_shape(parser)
     parser.add_argument("--op", type=_names, default=[], metavar="OP", help="only these ops, e.g. forward")
     parser.add_argument("--limit", type=_positive, metavar="N", help="candidates per workload; default: all")
     parser.add_argument("--workers", type=_positive, metavar="N", help="processes at once; default: one per core")
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         tuning.write(args.kernel, args.target, [tuned], path)
 
     try:
-        workloads = choose_workloads(args.kernel, args.workload, args.op)
+        workloads = choose_workloads(args.kernel, args.workload, args.op, args.shape)
         path = args.out or kernel_folder(args.kernel) / "tuning" / f"tpu_{args.target}.json"
         tuning.tune(
             args.kernel,
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, ImportError, OSError) as error:
         print(f"pallas-hub tune: {error}", file=sys.stderr)
         return 1
-    print(f"written to {path}")
+    print(f"written to {path}" if path.is_file() else "the defaults are best: there is nothing to write")
     return 0
 
 

@@ -56,6 +56,38 @@ def write_dump(folder, listing=LISTING, units=UNITS, rows=None):
     return folder
 
 
+ONE_STEP = """\
+     0   :  { %s0_s1 = smov.u32 0 }
+   0x1 LB: > { %s7_s2 = sadd.s32 4294967295, %s2_s3 /* iteration index, stage = 1 */ }
+   0x2   : > { %p1_p0 = scmp.ne.s32.totalorder %s7_s2, 0 }
+   0x3   : > { %5 = sbr.rel (%p1_p0) target = $region4 }
+   0x4   : > { %6 = vdelay 1 }
+   0x5   : > { %6 = vdelay 1 }
+   0x6   : > { %6 = vdelay 1 }
+   0x7   :  {}
+   0x8 LB: >> { %s9_s4 = sadd.s32 16, %s8_s4 }
+   0x9   : >> { %p3_p4 = scmp.ge.s32.totalorder %s9_s4, 40 /* loop exit test */ }
+   0xa PF: > { %9 = vst } /* Start/End empty region 4 */
+   0xb   :  { %12 = vsyncpa }
+"""
+
+
+def test_what_only_the_first_step_runs_is_counted_apart(tmp_path):
+    (kernel,) = read_kernels(write_dump(tmp_path, ONE_STEP))
+    assert kernel.step.once == 2 * 3  # 40 rounds in leaps of 16
+    assert kernel.step.bundles == 8
+    assert kernel.whole.bundles == 2 + 8 + 2 * 3
+
+
+@pytest.mark.parametrize("other", ["scmp.eq.s32.totalorder %s7_s2, 0", "scmp.ne.s32.totalorder %s5_s5, 0",
+                                   "scmp.ne.s32.totalorder %s7_s2, %s5_s5"])  # fmt: skip
+def test_other_branches_are_part_of_a_step(tmp_path, other):
+    listing = ONE_STEP.replace("scmp.ne.s32.totalorder %s7_s2, 0", other)
+    (kernel,) = read_kernels(write_dump(tmp_path, listing))
+    assert kernel.step.once == 0
+    assert kernel.step.bundles == 8 + 2 * 3
+
+
 def test_loops_branches_and_either_or_are_weighed(tmp_path):
     (kernel,) = read_kernels(write_dump(tmp_path))
     assert kernel.name == "toy"
@@ -71,6 +103,23 @@ def test_loops_branches_and_either_or_are_weighed(tmp_path):
 def test_a_loop_without_a_constant_bound_is_told(tmp_path):
     (kernel,) = read_kernels(write_dump(tmp_path, LISTING.replace(", 7 /* loop exit test */", ", %s7_s7 /* test */")))
     assert kernel.step.unknown_loops == 1
+
+
+def test_the_last_bundle_of_a_loop_may_hold_the_test_of_the_one_around_it(tmp_path):
+    """Then it comes under the inner test's predicate; the outer loop goes round five times, the inner one seven."""
+    both = "/* loop exit test */  ;;  %p5_p1 = scmp.ge.s32.totalorder (%p3_p4), %s9_s2, 5 /* loop exit test */ }"
+    listing = LISTING.replace("/* loop exit test */ }", both, 1).replace(", 6 /* loop exit test */ }", ", 6 }")
+    (kernel,) = read_kernels(write_dump(tmp_path, listing))
+    assert kernel.whole.bundles == 2 + 5 * (17 + 6 * 2 - 1)
+    assert kernel.step.bundles == 17 + 6 * 2 - 1
+
+
+def test_a_barrier_between_cores_tells_that_there_are_two(tmp_path):
+    (one,) = read_kernels(write_dump(tmp_path))
+    assert (one.cores, one.core_steps) == (1, 4)  # the loop goes round twice more, for the copies in flight
+    barrier = "shalt.err (%p0_p0) /* scheckeq: BarrierMegacore cookie: 1 @ a.cc:1 */"
+    (two,) = read_kernels(write_dump(tmp_path, LISTING.replace("smov.u32 0 }", f"smov.u32 0 ;; {barrier} }}")))
+    assert (two.cores, two.core_steps) == (2, 4)
 
 
 def test_a_branch_that_may_be_skipped_is_told(tmp_path):

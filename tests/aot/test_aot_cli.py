@@ -12,6 +12,7 @@ pytest.importorskip("jax")
 from pallas_hub.bench.aot import kernels
 from pallas_hub.bench.aot import runner as runner_module
 from pallas_hub.bench.aot.program import parse_argument
+from pallas_hub.bench.aot.programs import kernel_programs
 from pallas_hub.cli import main
 
 KERNELS = str(Path(__file__).with_name("aot_kernels.py"))
@@ -106,7 +107,7 @@ def test_json_and_html(compiled, capsys, tmp_path):
     assert main([*COMMAND, "--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]) == 0
     (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert (row["impl"], row["target"], row["bytes"]) == ("ours", "v6e", 800_000_000)
-    assert row["blocks"]["block_m"] == 128
+    assert row["blocks"] == kernel_programs("ragged-dot").own_blocks("forward", "qwen3-30b-a3b-gate-up-t64", "v6e")
     assert row["kernels"][0]["step_bundles"] == 100
     page = (tmp_path / "r.html").read_text()
     assert "<td>100 (7?)</td>" in page
@@ -123,6 +124,7 @@ def test_json_and_html(compiled, capsys, tmp_path):
         (["aot", "rms-norm", "--target", "v9"], "target must be one of v5e, v5p, v6e, tpu7x; got 'v9'"),
         (["aot", "rms-norm", "--vs", "tokamax"], "--vs for rms-norm must be among xla; got 'tokamax'"),
         (["aot", "rms-norm", "--arg", "f32[8]"], "--arg goes with path/to/file.py:function"),
+        (["aot", "rms-norm", "--check", "--shape", "m=1,n=1"], "--check and --update go with --workload"),
         (["aot", "nowhere.py:f"], "there is no file"),
         (["aot", f"{KERNELS}:nothing"], "has no function 'nothing'"),
         (["aot", f"{KERNELS}:add_one", "--arg", "8x128"], "write dtype[shape], for example bf16[512,2048]"),
@@ -167,6 +169,62 @@ def test_tune_writes_the_best_blocks(compiled, tmp_path, monkeypatch, capsys):
     assert entry["gain"] == pytest.approx(488.8 / 427.8 - 1, abs=1e-3)
     assert "gain 14.3%" in printed
     assert "needs 64M of VMEM" in progress
-    assert main([*command, "--limit", "1"]) == 0  # once more, with fewer candidates: the entry is replaced
-    (entry,) = json.loads(out.read_text())["entries"]
-    assert entry["tried"] == 2
+    # Once more, with a kernel that has become as good by default: the entry goes, and with the last one the file.
+    assert main([*command, "--limit", "1"]) == 0
+    assert "the defaults are best: there is nothing to write" in capsys.readouterr().out
+    assert not out.exists()
+
+
+def test_shapes_of_the_users_own(compiled, capsys):
+    shapes = [
+        "--shape",
+        "m=4096,n=5120",
+        "--shape",
+        "m=64,n=5120,residual,float32",
+        "--target",
+        "v6e",
+        "--op",
+        "forward",
+    ]
+    assert main(["aot", "rms-norm", *shapes, "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["case"], row["op"]) for row in rows] == [
+        ("m=4096,n=5120", "forward"),
+        ("m=64,n=5120,residual,float32", "forward"),
+    ]
+    assert [row["least_bytes"] for row in rows] == [
+        2 * 4096 * 5120 * 2 + 5120 * 2,
+        4 * 64 * 5120 * 4 + 5120 * 4,
+    ]
+
+
+def test_a_shape_joins_named_workloads_and_peers(compiled, capsys):
+    shape = ["--shape", "m=512,k=2048,n=1536,g=128"]
+    assert main([*COMMAND, *shape, "--vs", "xla"]) == 0
+    out = capsys.readouterr().out
+    assert "qwen3-30b-a3b-gate-up-t64  forward" in out
+    table = out[out.index("m=512,k=2048,n=1536,g=128  forward") :]
+    assert [line.split()[1] for line in table.splitlines()[3:5]] == ["ours", "XLA"]
+    assert "rows go to groups at random (seed 0): 123 of 128 have some" in table
+
+
+@pytest.mark.parametrize(
+    ("shape", "fault"),
+    [
+        ("m=4096", "no n"),
+        ("4096x5120", "'4096x5120' is unknown"),
+        ("m=4096,n=5120,k=1", "'k=1' is unknown"),
+        ("m=4096,n=5120,n=5120", "n is there twice"),
+        ("m=4096,n=0", "n must be from 1 to 4194304"),
+        ("m=4096,n=-5", "n must be from 1 to 4194304"),
+        ("m=9999999999999999999999,n=1", "m must be from 1 to 4194304"),
+        ("", "'' is unknown"),
+    ],
+)
+def test_a_wrong_shape_is_told_with_the_letters_and_an_example(compiled, shape, fault, capsys):
+    assert main(["aot", "rms-norm", "--shape", shape]) == 1
+    err = capsys.readouterr().err
+    assert "rms-norm: --shape takes m, n, and if wanted residual, zero_centered, float32_scale, float32" in err
+    assert f"as in m=4096,n=5120; got {shape!r}: {fault}." in err
+    assert main(["tune", "ragged-dot", "--target", "v6e", "--shape", "m=8,n=8"]) == 1
+    assert "ragged-dot: --shape takes m, k, n, g, as in m=512,k=2048,n=1536,g=128; got" in capsys.readouterr().err

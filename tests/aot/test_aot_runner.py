@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from pallas_hub.bench.aot import compile_report, runner  # noqa: E402
 from pallas_hub.bench.aot.report import build_report  # noqa: E402
 from pallas_hub.bench.aot.runner import Job, plain_reason, run_jobs  # noqa: E402
 from pallas_hub.bench.aot.table import report_text  # noqa: E402
+from pallas_hub.bench.aot.workers import Stopped, Workers, _last_words  # noqa: E402
 
 KERNELS = str(Path(__file__).with_name("aot_kernels.py"))
 
@@ -105,18 +107,76 @@ def test_abort_becomes_a_row_with_its_reason(tmp_path):
 
 
 def test_abort_of_the_dump_only_is_no_estimate_not_broken(tmp_path, monkeypatch):
-    real = runner._run_worker
+    real = Workers.run
 
-    def aborting(job, *, dump, timeout_s):
+    def aborting(self, job, *, dump, timeout_s):
         if dump == "nothing":
-            return real(job, dump=dump, timeout_s=timeout_s)
+            return real(self, job, dump=dump, timeout_s=timeout_s)
         return {"status": "crashed", "reason": "signal 6: Check failed: found hlo_deduplication_map"}
 
-    monkeypatch.setattr(runner, "_run_worker", aborting)
+    monkeypatch.setattr(Workers, "run", aborting)
     (result,) = run(tmp_path, job("add_one", "f32[64,128]"))
     assert result["status"] == "no estimate"
     assert result["reason"].startswith("the compiler's dump aborts: signal 6")
     assert result["traffic"][0]["bytes"] == 2 * 64 * 128 * 4  # what was counted stays
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Every worker process that is started."""
+    workers, real = [], Workers._start
+    monkeypatch.setattr(Workers, "_start", lambda self, dump: workers.append(real(self, dump)) or workers[-1])
+    return workers
+
+
+def test_one_process_serves_many_programs_and_is_gone_afterwards(tmp_path, started):
+    jobs = [job("add_one", f"f32[{rows},128]", target=t) for rows in (64, 128) for t in ("v5e", "v6e", "tpu7x")]
+    results = run(tmp_path, *jobs)
+    assert [result["status"] for result in results] == ["compiled"] * 6
+    assert [result["traffic"][0]["steps"] for result in results] == [1, 1, 1, 2, 2, 2]
+    assert all(result["kernels"][0]["name"] == "add_one" for result in results)
+    (worker,) = started
+    assert worker.served == 6
+    assert worker._process.poll() is not None
+    assert not Path(worker._folder.name).exists()
+
+
+def test_a_worker_that_served_others_gives_the_same_numbers(tmp_path):
+    jobs = [job("matmul", "bf16[512,256]", "bf16[256,256]"), job("add_one", "f32[256,128]")]
+    together = run(tmp_path / "together", *jobs)
+    alone = [run(tmp_path / "alone", one)[0] for one in reversed(jobs)][::-1]
+    assert [(r["kernels"], r["traffic"]) for r in together] == [(r["kernels"], r["traffic"]) for r in alone]
+
+
+def test_abort_and_exit_leave_the_others_alone(tmp_path, started):
+    names = ["add_one", "kills_the_process", "matmul", "exits", "add_one"]
+    args = {"matmul": ["bf16[128,128]", "bf16[128,128]"]}
+    results = run(tmp_path, *(job(name, *args.get(name, ["f32[8,128]"]), target="v6e") for name in names))
+    assert [result["status"] for result in results] == ["compiled", "crashed", "compiled", "crashed", "compiled"]
+    assert "signal 6" in results[1]["reason"]
+    assert results[3]["reason"] == "exit code 1: enough"
+
+
+def test_abort_in_a_used_process_is_tried_once_more_in_a_new_one(tmp_path, started):
+    jobs = [job("kills_a_used_process", f"f32[{rows},128]") for rows in (8, 16, 24)]
+    assert [result["status"] for result in run(tmp_path, *jobs)] == ["compiled"] * 3
+    assert len(started) == 3
+
+
+def test_what_traced_code_prints_is_no_answer(tmp_path):
+    (result,) = run(tmp_path, job("prints", "f32[8,128]"))
+    assert result["status"] == "compiled"
+
+
+def test_closed_workers_stop_what_they_do(started):
+    with Workers() as workers:
+        threading.Timer(3, workers.close).start()
+        asked = {"target": "v6e", "options": {}, "program": job("never_returns", "f32[8,128]").program}
+        with pytest.raises(Stopped):
+            workers.run(asked, dump="bundles", timeout_s=100)
+        with pytest.raises(Stopped):
+            workers.run(asked, dump="bundles", timeout_s=100)
+    assert [worker._process.poll() for worker in started] == [-9]
 
 
 def test_time_limit_becomes_a_row_and_is_not_remembered(tmp_path):
@@ -136,7 +196,7 @@ def test_too_much_vmem_is_refused_in_plain_words(tmp_path):
 def test_interrupted_what_has_not_begun_never_does(tmp_path, monkeypatch):
     begun = []
 
-    def interrupted(job, cache, timeout_s):
+    def interrupted(job, cache, timeout_s, processes):
         begun.append(job.label)
         if len(begun) == 1:
             raise KeyboardInterrupt
@@ -147,6 +207,24 @@ def test_interrupted_what_has_not_begun_never_does(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, *(job("add_one", f"f32[{8 * i},128]") for i in range(1, 100)))
     assert len(begun) < 99
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "words"),
+    [
+        (
+            -6,
+            "W1130 noise\nF1130 16:59:45.278776   10647 llo_dumper.cc:1778] Profiling failed: why\n*** Aborted",
+            "signal 6: Profiling failed: why",
+        ),
+        (-6, "x.cc:7: Check failed: a == b (1 vs. 2)\n@ 0x7f", "signal 6: Check failed: a == b (1 vs. 2)"),
+        (1, "Traceback\nValueError: no\n", "exit code 1: ValueError: no"),
+        (3, "", "exit code 3: no message"),
+        (-9, "anything", "the process was killed (out of memory?)"),
+    ],
+)
+def test_last_words(code, stderr, words):
+    assert _last_words(code, stderr) == words
 
 
 @pytest.mark.parametrize(

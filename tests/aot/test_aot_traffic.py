@@ -72,6 +72,12 @@ def test_missing_values_are_named():
         count_traffic(toy.gather_blocks, [table, np.int32(4), shape(64, 128)])
 
 
+def test_an_endless_grid_is_not_walked():
+    args = [np.zeros(4, np.int32), np.int32(1 << 24), jax.ShapeDtypeStruct((1024, 128), jnp.float32)]
+    with pytest.raises(TrafficUnknown, match="a grid of 16777216 steps is not walked, only up to 8388608"):
+        count_traffic(toy.gather_blocks, args)
+
+
 def test_copies_of_its_own_are_not_passed_off_as_counted():
     (traffic,) = count_traffic(toy.copies_by_itself, [shape(64, 128)])
     assert not traffic.counted

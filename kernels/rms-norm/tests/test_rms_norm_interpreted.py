@@ -117,11 +117,12 @@ def test_cut_rows_match_whole_rows(part, strict, m, n, block_n, dtype):
             assert_near(a, np.asarray(b).astype(np.float64), tolerance(DTYPES[dtype], 4.2, n))
 
 
-def test_several_steps_with_a_partial_last_block(part, strict):
-    """Blocks of two tiles, the last with one and a half: rows past m must reach neither y nor dweight."""
+@pytest.mark.parametrize("block_m", [8, 16, 40])
+def test_several_steps_with_a_partial_last_block(part, strict, block_m):
+    """Blocks of one, two and five tiles, the last partial: rows past m must reach neither y nor dweight."""
     Config = part("config").Config
     x, weight, dy, _ = draw(4, 44, 200, "float32", "float32")
-    config = Config(16, 200, 8)
+    config = Config(block_m, 200, 8)
     y = part("kernel").rms_norm_forward(x, weight, eps=EPS, config=config, interpret=strict)
     assert_near(y, exact(x, weight), tolerance(np.float32, 2, 200))
     dx, dweight = part("kernel").rms_norm_backward(x, weight, dy, eps=EPS, config=config, interpret=strict)
@@ -130,17 +131,33 @@ def test_several_steps_with_a_partial_last_block(part, strict):
     assert_near(dweight, expected[1], tolerance(np.float32, 2, 200))
 
 
-def test_many_columns_are_walked_by_a_loop(part, strict, monkeypatch):
+@pytest.mark.parametrize("block_m", [16, 24])
+def test_many_columns_are_walked_by_a_loop(part, strict, monkeypatch, block_m):
+    """Blocks of two tiles and of a single one, which has loops of its own."""
     tiles = part("tiles")
     monkeypatch.setattr(tiles, "UNROLLED_CHUNKS", 1)
+    monkeypatch.setattr(tiles, "FEW_REGISTERS", 1)
     x, weight, dy, _ = draw(5, 24, 900, "float32", "float32")
-    config = part("config").Config(16, 900, 8)
+    config = part("config").Config(block_m, 900, 8 if block_m == 16 else 24)
     y = part("kernel").rms_norm_forward(x, weight, eps=EPS, config=config, interpret=strict)
     assert_near(y, exact(x, weight), tolerance(np.float32, 2, 900))
     dx, dweight = part("kernel").rms_norm_backward(x, weight, dy, eps=EPS, config=config, interpret=strict)
     expected = exact_gradients(x, weight, dy)[:2]
     assert_near(dx, expected[0], tolerance(np.float32, 2, 900))
     assert_near(dweight, expected[1], tolerance(np.float32, 2, 900))
+
+
+@pytest.mark.parametrize("kind", ["TPU v5", "TPU7x"])
+def test_backward_of_one_generation(part, strict, monkeypatch, kind):
+    """Two cores that share the steps, and float32 copies: blocks of three tiles, four of them, the last partial."""
+    monkeypatch.setattr(part("kernel"), "device_kind", lambda: kind)
+    monkeypatch.setattr(part("config"), "COPY_COLUMNS", (1, 300))
+    x, weight, dy, _ = draw(7, 187, 300, "bfloat16", "bfloat16")
+    config = part("config").Config(48, 300, 16)
+    dx, dweight = part("kernel").rms_norm_backward(x, weight, dy, eps=EPS, config=config, interpret=strict)
+    expected = exact_gradients(x, weight, dy)[:2]
+    assert_near(dx, expected[0], tolerance(DTYPES["bfloat16"], 4.2, 300))
+    assert_near(dweight, expected[1], tolerance(DTYPES["bfloat16"], 4.2, 300))
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0), (2, 0, 8)])

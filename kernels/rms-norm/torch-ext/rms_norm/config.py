@@ -14,6 +14,8 @@ DEFAULT_VMEM_BYTES = 16 * MIB  # v5e and v5p grant this to a kernel that does no
 LARGEST_VMEM_BYTES = 48 * MIB  # what a kernel may ask for; tpu7x has 64 MiB, the other generations at least as much
 BLOCK_BYTES = MIB  # aim for one block of x: a long DMA, yet short to wait for at the first and the last step
 CUT_COLUMNS = 2048  # columns per step once a row does not fit
+TWO_CORE_KINDS = ("TPU v4", "TPU v5", "TPU v5p")  # two cores share the memory of one such device
+COPY_COLUMNS = (3072, 6144)  # fewer: sums end before lanes are added; more: more is unrolled than registers hold
 SPARE_SHARE = 8  # 1/8 of the limit is left to the compiler
 
 
@@ -37,8 +39,10 @@ class Streams:
 
     blocks: tuple[int, ...]  # item size of each (m, n) operand and result: double-buffered
     row_scratch: tuple[int, ...] = ()  # item size of each block kept in scratch when rows are cut
-    sums: bool = False  # float32 accumulators for dweight
-    tile_registers: int = 2  # registers of rows worked on at a time: more hide latency, fewer leave room for operands
+    sums: bool = False  # float32 accumulators for dweight, next to the weight in float32
+    copies: bool = False  # float32 copies of x and dy, made with the sums of a tile for when it is written
+    cores: int = 1  # that sum dweight, each over its own steps
+    tile_rows: int = 32  # rows worked on at a time: more need fewer rounds, fewer leave room for operands in registers
 
 
 def forward_streams(x_bytes: int, y_bytes: int, *, residual: bool) -> Streams:
@@ -47,12 +51,25 @@ def forward_streams(x_bytes: int, y_bytes: int, *, residual: bool) -> Streams:
     return Streams(blocks=(x_bytes, y_bytes, *extra), row_scratch=(x_bytes,))
 
 
-def backward_streams(x_bytes: int, y_bytes: int, *, residual: bool) -> Streams:
-    """x, dy and dx, and with a residual the gradient of the sum; a cut row keeps x and dy."""
+def backward_streams(x_bytes: int, y_bytes: int, *, residual: bool, device_kind: str | None = None) -> Streams:
+    """x, dy and dx, and with a residual the gradient of the sum; a cut row keeps x and dy.
+
+    TPU7x has the fastest memory beside its vector units, and stores twice a cycle: there, widening bfloat16 once pays.
+    """
     extra = (x_bytes,) if residual else ()
     return Streams(
-        blocks=(x_bytes, y_bytes, x_bytes, *extra), row_scratch=(x_bytes, y_bytes), sums=True, tile_registers=1
+        blocks=(x_bytes, y_bytes, x_bytes, *extra),
+        row_scratch=(x_bytes, y_bytes),
+        sums=True,
+        copies=device_kind == "TPU7x" and x_bytes == y_bytes == 2,
+        cores=2 if device_kind in TWO_CORE_KINDS else 1,
+        tile_rows=16,
     )
+
+
+def makes_copies(config: Config, m: int, n: int, streams: Streams) -> bool:
+    """Whether a launch with these blocks keeps float32 copies: not for a single step, whose time is that of latency."""
+    return _copies_fit(n, streams) and config.block_m < m
 
 
 def choose(m: int, n: int, streams: Streams, *, limits: tuple[int, ...] = ()) -> Config:
@@ -86,14 +103,20 @@ def vmem_bytes(config: Config, n: int, streams: Streams) -> int:
     blocks = sum(2 * _block_bytes(config.block_m, width, item) for item in streams.blocks)
     weights = 2 * 4 * 8 * width * (1 + streams.sums)  # (1, n) arrays fill 8 sublanes at worst
     row_width = _round_up(n, width)
-    sums = streams.sums * _block_bytes(sum_rows(config.tile_m), row_width, 4)
+    sums = 2 * streams.sums * _block_bytes(sum_rows(config.tile_m), row_width, 4)  # and the scale, of that shape
+    copies = 2 * 4 * config.block_m * width if whole and _copies_fit(n, streams) else 0
     kept = 0 if whole else sum(_block_bytes(config.block_m, row_width, item) for item in streams.row_scratch)
-    return blocks + weights + sums + kept
+    return blocks + weights + sums + copies + kept
 
 
 def sum_rows(tile_m: int) -> int:
     """Rows of the dweight accumulator: one register high, so that adding to it never crosses sublanes."""
     return 8 if tile_m % 8 == 0 else tile_m
+
+
+def _copies_fit(n: int, streams: Streams) -> bool:
+    least, most = COPY_COLUMNS
+    return streams.copies and least <= n <= most
 
 
 def _rows_that_fit(m: int, n: int, tile_m: int, streams: Streams, limit: int) -> int:
@@ -102,13 +125,15 @@ def _rows_that_fit(m: int, n: int, tile_m: int, streams: Streams, limit: int) ->
     tiles = max(1, min(BLOCK_BYTES // (row_bytes * tile_m), m // tile_m))
     while tiles and vmem_bytes(Config(tiles * tile_m, n, tile_m), n, streams) > _budget(limit):
         tiles -= 1
-    return tiles * tile_m
+    # Up to half as many, if then no block is partial.
+    even = next((some for some in range(tiles, tiles // 2, -1) if m % (some * tile_m) == 0), tiles)
+    return even * tile_m
 
 
 def _tile(m: int, streams: Streams) -> int:
     """Rows of one tile: whole registers of the narrowest dtype, so that no load straddles two of them."""
     register = 8 * 4 // min(streams.blocks)
-    return m if m < register else min(m // register, streams.tile_registers) * register
+    return m if m < register else min(m, streams.tile_rows) // register * register
 
 
 def _block_bytes(rows: int, width: int, item: int) -> int:

@@ -10,8 +10,9 @@ from jax.experimental import pallas as pl
 
 from .config import LANES
 
-CHUNK = 256  # columns held in registers at a time
-UNROLLED_CHUNKS = 32  # more chunks than this are walked by a loop, so that code does not grow with n
+CHUNK = 256  # columns worked on at a time: two registers of float32, one of bfloat16
+UNROLLED_CHUNKS = 32  # so many without a loop around them, so that code does not grow with n
+FEW_REGISTERS = 16  # of each operand in a round, where rounds are all that keeps values from waiting in registers
 
 
 class Order(NamedTuple):
@@ -36,61 +37,110 @@ class Order(NamedTuple):
         return unit.astype(x_dtype).astype(y_dtype) * weight.astype(y_dtype)
 
 
-def walk_tiles(block_m: int, tile_m: int, n: int, *, terms, finish, write, rows_left=None) -> None:
+def walk_tiles(block_m: int, tile_m: int, n: int, *, terms, finish, write) -> None:
     """Over the tiles of a block: sum `terms` over columns, `finish` the sums, `write` the tile.
 
-        step      0            1            2
-        sums of   tile 1       tile 2       tile 3      (tile 0 before the loop)
-        write     tile 0       tile 1       tile 2
+        round     0         1         2         3
+        sums of   tile 0    tile 1    tile 2    tile 3
+        finish              tile 0    tile 1    tile 2
+        write                         tile 0    tile 1
 
-    Neither half of a step waits for the other, so the units that add across lanes work beside those that multiply;
-    and what a tile needs is loaded again when it is written, instead of waiting in registers that are too few.
+    Nothing in a round waits for anything else in it, so all units have work while lanes are added up, which takes as
+    long as the sums of a tile; and the compiler sees no reason to load early what it then has to spill. A tile is
+    loaded again when it is written. Rounds are those of loops, because loads are not moved from one to another.
 
-    `terms(rows, cols)` gives float32 arrays; `finish` gets as many (tile_m, 1) sums and returns what
-    `write(rows, cols, finished, valid)` needs. With `rows_left` below block_m (traced), tiles past it are left out,
-    and the tile that it cuts gets `valid` (tile_m, 1); everywhere else `valid` is None.
+    `terms(rows, cols)` gives float32 arrays; `finish` gets as many (tile_m, 1) sums and returns factors of that shape;
+    `write(rows, cols, *factors)` gets them as wide as `cols`.
     """
     count = block_m // tile_m
 
     def tile(i):
-        return pl.ds(0, tile_m) if count == 1 else pl.ds(pl.multiple_of(i * tile_m, tile_m), tile_m)
+        return pl.ds(pl.multiple_of(i * tile_m, tile_m), tile_m)
 
-    def measure(i):
-        return finish(*_sum_columns(tile_m, n, lambda cols: terms(tile(i), cols)))
+    def sum_tile(rows, beside=None, unrolled=None):
+        return _sum_columns(tile_m, n, lambda cols: terms(rows, cols), beside, unrolled)
 
-    def step(i, finished):
-        ahead = tile(jnp.minimum(i + 1, count - 1))
-        sums = _sum_columns(
-            tile_m, n, lambda cols: terms(ahead, cols), beside=lambda cols: write(tile(i), cols, finished, None)
-        )
-        return finish(*sums)
+    def finish_sums(sums):
+        found = finish(*(jnp.sum(lanes, axis=1, keepdims=True) for lanes in sums))
+        return tuple(jnp.broadcast_to(factor, (tile_m, LANES)) for factor in found)
 
-    def write_only(i, finished, valid=None):
-        fold_chunks(n, lambda cols, carry: write(tile(i), cols, finished, valid), None)
+    def write_columns(rows, factors):
+        return lambda cols: write(rows, cols, *(_widen(factor, cols.size) for factor in factors))
 
-    if rows_left is None:
-        finished = jax.lax.fori_loop(0, count - 1, step, measure(0)) if count > 1 else measure(0)
-        write_only(count - 1, finished)
+    def write_tile(rows, factors, unrolled=None):
+        for_chunks(n, write_columns(rows, factors), unrolled)
+
+    if count == 1:
+        rows = pl.ds(0, tile_m)
+        number = len(_shapes(terms, rows, n))
+        few = _few_chunks(tile_m, n, number)
+        # A single sum takes so few registers that only the writing needs rounds.
+        write_tile(rows, finish_sums(sum_tile(rows, unrolled=few if number > 1 else None)), few)
         return
-    rows_left = jnp.minimum(rows_left, block_m)
-    whole = jax.lax.div(rows_left, tile_m)  # `//` would ask for the device's kind, which only a TPU host knows
-    finished = jax.lax.fori_loop(0, whole, step, measure(0))
 
-    @pl.when(whole * tile_m < rows_left)
-    def _():
-        row = whole * tile_m + jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
-        write_only(whole, finished, valid=row < rows_left)
+    def begin(i, carry):
+        return sum_tile(tile(i)), finish_sums(carry[0])
+
+    def go_on(i, carry):
+        sums, factors = carry
+        return sum_tile(tile(i + 2), beside=write_columns(tile(i), factors)), finish_sums(sums)
+
+    def end(i, carry):
+        sums, factors = carry
+        write_tile(tile(count - 2 + i), factors)
+        return sums, finish_sums(sums)
+
+    # What round 0 finishes is never used. It starts from loaded values: the compiler can't give a constant this layout.
+    loaded = terms(pl.ds(0, tile_m), pl.ds(0, min(n, LANES)))
+    sums = tuple(_in_lanes(term) for term in loaded)
+    carry = sums, sums[:1] * len(jax.eval_shape(finish_sums, sums))
+    carry = jax.lax.fori_loop(0, 2, begin, carry)
+    carry = jax.lax.fori_loop(0, count - 2, go_on, carry)
+    jax.lax.fori_loop(0, 2, end, carry)
 
 
-def fold_chunks(n: int, step, carry):
-    """`carry = step(cols, carry)` over slices that cover n columns; all but the last have CHUNK columns."""
-    count, rest = divmod(n, CHUNK)
-    if count <= UNROLLED_CHUNKS:
-        for index in range(count):
-            carry = step(pl.ds(index * CHUNK, CHUNK), carry)
-    else:
-        carry = jax.lax.fori_loop(0, count, lambda i, c: step(pl.ds(pl.multiple_of(i * CHUNK, CHUNK), CHUNK), c), carry)
-    return step(pl.ds(count * CHUNK, rest), carry) if rest else carry
+def _few_chunks(tile_m: int, n: int, number: int) -> int:
+    """Chunks per round for `number` sums of a tile that is alone."""
+    most = FEW_REGISTERS // (pl.cdiv(tile_m, 8) * CHUNK // LANES)
+    if number > 1:
+        most = min(most, n // CHUNK // number)
+    elif tile_m == 1:
+        most *= 2  # the weight is not spread over rows
+    return max(1, most)
+
+
+def _shapes(terms, rows, n: int):
+    return jax.eval_shape(lambda: terms(rows, pl.ds(0, min(n, LANES))))
+
+
+def for_chunks(n: int, step, unrolled: int | None = None) -> None:
+    """`step(cols)` over slices that cover n columns."""
+    fold_chunks(n, lambda cols, carry: step(cols), None, unrolled)
+
+
+def fold_chunks(n: int, step, carry, unrolled: int | None = None):
+    """`carry = step(cols, carry)` over slices that cover n columns: CHUNK wide, then whole registers, then the rest.
+
+    More than `unrolled` chunks are walked by a loop, so many a round.
+    """
+    unrolled = unrolled or UNROLLED_CHUNKS
+    width = CHUNK * unrolled
+    rounds = n // width if n >= 2 * width else 0
+
+    def walk(i, carry):
+        for index in range(unrolled):
+            carry = step(pl.ds(pl.multiple_of(i * width + index * CHUNK, CHUNK), CHUNK), carry)
+        return carry
+
+    if rounds:
+        carry = jax.lax.fori_loop(0, rounds, walk, carry)
+    start = rounds * width
+    while start < n:
+        left = min(CHUNK, n - start)
+        size = left // LANES * LANES or left
+        carry = step(pl.ds(start, size), carry)
+        start += size
+    return carry
 
 
 def sum_lanes(block):
@@ -98,24 +148,24 @@ def sum_lanes(block):
     return sum(block[:, start : start + LANES] for start in range(0, block.shape[1], LANES))
 
 
-def _sum_columns(tile_m: int, n: int, terms, beside=None):
-    """Sum each array of `terms(cols)` over all columns -> (tile_m, 1) each; call `beside(cols)` on the way."""
-    whole = n // LANES * LANES
+def _sum_columns(tile_m: int, n: int, terms, beside, unrolled: int | None):
+    """Sum each array of `terms(cols)` over columns, lanes apart -> (tile_m, LANES); call `beside(cols)` on the way."""
 
     def add(cols, sums):
         if beside is not None:
             beside(cols)
-        return tuple(total + sum_lanes(term) for total, term in zip(sums, terms(cols), strict=True))
+        return tuple(total + _in_lanes(term) for total, term in zip(sums, terms(cols), strict=True))
 
-    totals = ()
-    if whole:
-        number = len(jax.eval_shape(lambda: terms(pl.ds(0, LANES))))
-        lanes = fold_chunks(whole, add, (jnp.zeros((tile_m, LANES), jnp.float32),) * number)
-        totals = tuple(jnp.sum(lane, axis=1, keepdims=True) for lane in lanes)
-    if n > whole:
-        tail = pl.ds(whole, n - whole)
-        if beside is not None:
-            beside(tail)
-        rest = tuple(jnp.sum(term, axis=1, keepdims=True) for term in terms(tail))
-        totals = tuple(map(jnp.add, totals, rest)) if totals else rest
-    return totals
+    number = len(jax.eval_shape(lambda: terms(pl.ds(0, min(n, LANES)))))
+    return fold_chunks(n, add, (jnp.zeros((tile_m, LANES), jnp.float32),) * number, unrolled)
+
+
+def _in_lanes(block):
+    """(rows, columns) -> (rows, LANES), of any width."""
+    columns = block.shape[1]
+    return jnp.pad(block, ((0, 0), (0, LANES - columns))) if columns < LANES else sum_lanes(block)
+
+
+def _widen(lanes, columns: int):
+    """(rows, LANES), all lanes equal -> (rows, columns)."""
+    return lanes[:, :columns] if columns < LANES else jnp.concatenate([lanes] * (columns // LANES), axis=1)
