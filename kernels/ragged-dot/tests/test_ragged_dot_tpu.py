@@ -11,6 +11,7 @@ from ragged_dot.cases import MODELS, Case  # noqa: E402
 from ragged_dot.config import MIB, Config, choose_config, choose_weight_gradient_config  # noqa: E402
 from ragged_dot.kernel import ragged_dot_forward, ragged_dot_weight_gradient  # noqa: E402
 
+from pallas_hub.bench.aot.runner import Job, run_jobs  # noqa: E402
 from pallas_hub.bench.tpu_compile import TARGETS, compile_for_tpu  # noqa: E402
 
 QWEN = MODELS[0]
@@ -94,3 +95,24 @@ def test_least_vmem_that_the_chooser_accepts_is_enough(compile_op, target):
 @pytest.mark.parametrize("case", [DECODE[0], PREFILL[0]], ids=lambda case: case.id)
 def test_wide_dtypes_of_model_sizes_compile(case, dtype, compile_op, target):
     compile_op(case, dtype, target)
+
+
+# What the compiler keeps in registers. Larger tiles of v5e, v5p and v6e do spill: see config.py.
+WITHOUT_SPILLS = [
+    ("forward", "qwen3-30b-a3b-gate-up-t64", "v5e"),
+    ("forward", "qwen3-30b-a3b-gate-up-t4096", "tpu7x"),
+    ("forward-transposed", "qwen3-30b-a3b-gate-up-t64", "v6e"),
+    ("forward-transposed", "qwen3-30b-a3b-down-t4096", "tpu7x"),
+    ("backward-lhs", "qwen3-30b-a3b-down-t64", "v6e"),
+    ("backward-rhs", "qwen3-30b-a3b-down-t64", "v5e"),
+    ("backward-rhs", "qwen3-30b-a3b-down-t4096", "v6e"),
+]
+
+
+@pytest.mark.parametrize(("op", "case", "target"), WITHOUT_SPILLS, ids="-".join)
+def test_a_step_has_no_spills(op, case, target, tmp_path):
+    program = {"kernel": "ragged-dot", "op": op, "case": case, "impl": "ours", "blocks": None}
+    (result,) = run_jobs([Job(target, program, around=False)], workers=1, cache=tmp_path)
+    (kernel,) = result["kernels"]
+    assert kernel["step"]["matmul"] > 0
+    assert (kernel["step"]["spills"], kernel["step"]["fills"]) == (0, 0)

@@ -47,6 +47,11 @@ def load(ref) -> jax.Array:
     return _float16_bits_to_float32(block.astype(jnp.int32)) if block.dtype == jnp.int16 else block
 
 
+def loaded_dtype(dtype) -> jnp.dtype:
+    """The dtype of what `load` returns for a block of `dtype`."""
+    return jnp.dtype(jnp.float32 if dtype == jnp.int16 else dtype)
+
+
 def _float16_bits_to_float32(bits):
     exponent, fraction = (bits >> 10) & 31, bits & 1023
     rebias = jnp.where(exponent == 31, 255 - 31, 127 - 15)  # 31 stands for infinity and NaN

@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .blocks import column_chunks, device_kind, dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
-from .config import Config, choose_config
+from .config import Config
+from .tuned import dtype_name, tuned_config
 from .visits import row_bounds, visits_of_rows
 from .weight_gradient import ragged_dot_weight_gradient
 
@@ -45,7 +46,8 @@ def ragged_dot_forward(
     n = rhs.shape[1 if transpose_rhs else 2]
     if 0 in (m, k, n, g):
         return jnp.zeros((m, n), lhs.dtype)
-    config = config or choose_config(m, k, n, g, item_bytes(lhs, rhs), device_kind=device_kind())
+    op = "forward-transposed" if transpose_rhs else "forward"
+    config = config or tuned_config(op, m, k, n, g, dtype_name(lhs, rhs), item_bytes(lhs, rhs), device_kind())
     block_m, block_k, block_n = config.block_m, config.block_k, config.block_n
     tiles_k, tiles_n = pl.cdiv(k, block_k), pl.cdiv(n, block_n)
     visits = visits_of_rows(group_sizes, m, block_m)

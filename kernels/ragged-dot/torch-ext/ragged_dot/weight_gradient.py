@@ -20,8 +20,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .blocks import column_chunks, dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
-from .config import Config, choose_weight_gradient_config
+from .blocks import (
+    column_chunks,
+    device_kind,
+    dot_in_float32,
+    for_kernel,
+    item_bytes,
+    kernel_out_dtype,
+    load,
+    loaded_dtype,
+)
+from .config import LANES, Config
+from .tuned import dtype_name, tuned_config
 from .visits import row_bounds, visits_of_groups
 
 
@@ -38,7 +48,8 @@ def ragged_dot_weight_gradient(
     (m, k), n, g = lhs.shape, grad.shape[1], group_sizes.shape[0]
     if 0 in (m, k, n, g):
         return jnp.zeros((g, n, k) if transpose else (g, k, n), lhs.dtype)
-    config = config or choose_weight_gradient_config(m, k, n, g, item_bytes(lhs, grad))
+    dtype = dtype_name(lhs, grad)
+    config = config or tuned_config("weight-gradient", m, k, n, g, dtype, item_bytes(lhs, grad), device_kind())
     block_m, block_k, block_n = config.block_m, config.block_k, config.block_n
     visits = visits_of_groups(group_sizes, m, block_m)
 
@@ -55,7 +66,11 @@ def ragged_dot_weight_gradient(
                 pl.BlockSpec((block_m, block_n), lambda i, j, v, group, source, rows: (source[v], j)),
             ],
             out_specs=pl.BlockSpec((None, block_k, block_n), lambda i, j, v, group, source, rows: (group[v], i, j)),
-            scratch_shapes=[pltpu.VMEM((block_k, block_n), jnp.float32)],
+            scratch_shapes=[
+                pltpu.VMEM((block_k, block_n), jnp.float32),
+                pltpu.VMEM((block_k, block_m), loaded_dtype(left.dtype)),
+                pltpu.VMEM((block_m, block_n), loaded_dtype(right.dtype)),
+            ],
         ),
         out_shape=jax.ShapeDtypeStruct((g, k, n), out_dtype),
         compiler_params=pltpu.CompilerParams(
@@ -76,25 +91,30 @@ def ragged_dot_weight_gradient(
     return out.astype(lhs.dtype)
 
 
-def _add_visit(group_ref, _source, rows_ref, left_ref, right_ref, out_ref, acc_ref, *, chunk):
+def _add_visit(
+    group_ref, _source, rows_ref, left_ref, right_ref, out_ref, acc_ref, own_left_ref, own_right_ref, *, chunk
+):
     visit, visits = pl.program_id(2), pl.num_programs(2)
     group = group_ref[visit]
-    is_first = (visit == 0) | (group_ref[jnp.maximum(visit - 1, 0)] != group)
-    is_last = (visit == visits - 1) | (group_ref[jnp.minimum(visit + 1, visits - 1)] != group)
+    group_before = jnp.where(visit > 0, group_ref[jnp.maximum(visit - 1, 0)], -1)
+    group_after = jnp.where(visit < visits - 1, group_ref[jnp.minimum(visit + 1, visits - 1)], -1)
     first_row, past_row = row_bounds(rows_ref[visit])
 
-    @pl.when(is_first)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+    # Written to VMEM, and multiplied in another block of code: the compiler then loads a factor when it needs it and
+    # has nothing to spill. A group without rows has zeros here.
+    for columns in column_chunks(left_ref.shape[1], LANES):
+        own_left_ref[columns, :] = _clear_other_rows(load(left_ref.at[:, columns]), first_row, past_row).T
+    for columns in column_chunks(right_ref.shape[1], LANES):
+        own_right_ref[:, columns] = _clear_other_rows(load(right_ref.at[:, columns]), first_row, past_row)
 
-    @pl.when(past_row > 0)
-    def _():
-        right = _clear_other_rows(load(right_ref), first_row, past_row)  # (block_m, block_n)
-        for columns in column_chunks(left_ref.shape[1], chunk):
-            left = _clear_other_rows(load(left_ref.at[:, columns]), first_row, past_row)  # (block_m, chunk of block_k)
-            acc_ref[columns, :] += dot_in_float32(left, right, (0,), (0,))
+    def multiply(add: bool):
+        for rows in column_chunks(own_left_ref.shape[0], chunk):
+            product = dot_in_float32(own_left_ref[rows, :], own_right_ref[...], (1,), (0,))
+            acc_ref[rows, :] = acc_ref[rows, :] + product if add else product
 
-    @pl.when(is_last)
+    jax.lax.cond(group_before == group, lambda: multiply(add=True), lambda: multiply(add=False))
+
+    @pl.when(group_after != group)
     def _():
         out_ref[...] = acc_ref[...].astype(out_ref.dtype)
 
