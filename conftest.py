@@ -22,9 +22,16 @@ def _offer_kernel(folder: Path) -> None:
     sys.path.insert(0, str(folder))
     if importlib.util.find_spec("torch") is None:
         (package,) = (path.parent for path in folder.glob("*/__init__.py"))
-        stand_in = ModuleType(package.name)
-        stand_in.__path__ = [str(package)]
-        sys.modules[package.name] = stand_in
+        _stand_in(package.name, package)
+        for link in package.iterdir():  # other kernels that this one vendors; _bridge needs no torch
+            if link.is_symlink() and link.is_dir() and link.name != "_bridge":
+                _stand_in(f"{package.name}.{link.name}", link)
+
+
+def _stand_in(name: str, package: Path) -> None:
+    module = ModuleType(name)
+    module.__path__ = [str(package)]
+    sys.modules[name] = module
 
 
 for _folder in sorted(Path(__file__).parent.glob("kernels/*/torch-ext")):

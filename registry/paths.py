@@ -43,6 +43,10 @@ class Sources:
             )
         return folder
 
+    def package(self, name: str) -> Path:
+        """Where the Python of kernels/<name> lies."""
+        return self.kernels / name / "torch-ext" / name.replace("-", "_")
+
 
 OUR_SOURCES = Sources()
 

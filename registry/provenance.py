@@ -13,7 +13,7 @@ from pallas_hub.registry.source import BUILDER_FORMAT, KernelSource
 def provenance(source: KernelSource) -> dict:
     """The `provenance` entry of metadata.json; without a git checkout it names the builder alone."""
     entry: dict = {"kernel-builder": {"version": BUILDER_FORMAT}}
-    paths = [str(source.folder.resolve()), str(source.bridge.resolve())]
+    paths = [str(path.resolve()) for path in (source.folder, source.bridge, *source.vendored)]
     commit = _git(source.folder, "log", "-1", "--format=%H", "--", *paths)
     shallow = _git(source.folder, "rev-parse", "--is-shallow-repository") == "true"  # its last commit may be another
     if commit and not shallow:

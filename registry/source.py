@@ -1,21 +1,19 @@
 """Read a kernel's source folder: its build.toml and the files that every build variant will hold."""
 
 import hashlib
-import re
 import tomllib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from pallas_hub.registry.errors import SourceError
+from pallas_hub.registry.package import read_package
 from pallas_hub.registry.paths import OUR_SOURCES, Sources, check_repo_id
 
 # Raised when the bytes of a build change for the same sources, so that caches of older builds are not reused.
 BUILDER_FORMAT = "pallas-hub-1"
 
 BACKENDS = ("cpu", "cuda", "tpu")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_IGNORED_SUFFIXES = {".pyc", ".pyo", ".orig", ".rej", ".swp"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class KernelSource:
     folder: Path
     bridge: Path
     files: dict[str, bytes]
+    vendored: tuple[Path, ...] = ()  # packages of other kernels that this one holds a copy of
 
     @property
     def python_name(self) -> str:
@@ -55,18 +54,13 @@ class KernelSource:
 
 
 def read_source(name: str, sources: Sources = OUR_SOURCES) -> KernelSource:
-    """Read kernels/<name>; `_bridge` is replaced by the bridge's own files."""
+    """Read kernels/<name>; links to the bridge and to other kernels are replaced by the files they point to."""
     folder = sources.folder(name)
     general = _read_general(folder / "build.toml", name)
-    python_name = name.replace("-", "_")
-    package = folder / "torch-ext" / python_name
+    package = sources.package(name)
     if not (package / "__init__.py").is_file():
         raise SourceError(f"{name}: {package / '__init__.py'} does not exist; it holds the kernel's public API.")
-    files = _collect(package, root=folder, skip=("_bridge",))
-    bridge = _bridge_folder(package, files, sources)
-    if bridge is not None:
-        for path, data in _collect(bridge, root=bridge.resolve()).items():
-            files[f"_bridge/{path}"] = data
+    files, vendored = read_package(name, sources)
     return KernelSource(
         name=name,
         version=general["version"],
@@ -78,6 +72,7 @@ def read_source(name: str, sources: Sources = OUR_SOURCES) -> KernelSource:
         folder=folder,
         bridge=sources.bridge,
         files=files,
+        vendored=tuple(vendored),
     )
 
 
@@ -117,36 +112,3 @@ def _check_general(general: dict, path: Path, name: str) -> None:
                 "not list (jax among them), so a kernel imports what it needs on first use and says so when "
                 "it is missing."
             )
-
-
-def _bridge_folder(package: Path, files: dict[str, bytes], sources: Sources) -> Path | None:
-    """The folder to vendor as `_bridge`: a real folder as it is, a link or an import means the shared bridge."""
-    link = package / "_bridge"
-    if link.is_dir() and not link.is_symlink():
-        return link
-    wanted = link.is_symlink() or any(b"from ._bridge" in data for data in files.values())
-    if not wanted:
-        return None
-    if not (sources.bridge / "__init__.py").is_file():
-        raise SourceError(f"{package}: uses ._bridge, but {sources.bridge} holds no __init__.py.")
-    return sources.bridge
-
-
-def _collect(folder: Path, *, root: Path, skip: tuple[str, ...] = ()) -> dict[str, bytes]:
-    """Bytes of the files below `folder`, without hidden files, bytecode and editors' backups."""
-    files = {}
-    root = root.resolve()
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        if parts[0] in skip or "__pycache__" in parts or any(part.startswith(".") for part in parts):
-            continue
-        if path.suffix in _IGNORED_SUFFIXES or path.name.endswith("~") or path.is_dir():
-            continue
-        if not path.resolve().is_relative_to(root):
-            raise SourceError(f"{path} points outside {root}; a kernel ships only its own files.")
-        if not path.is_file():
-            raise SourceError(f"{path} is not a plain file (a link to nothing, a pipe); remove it.")
-        if not all(_FILE_NAME.fullmatch(part) for part in parts):
-            raise SourceError(f"{path}: file names in a kernel are letters, digits, '.', '_' and '-'.")
-        files["/".join(parts)] = path.read_bytes()
-    return files

@@ -37,7 +37,7 @@ def test_model_snippet_swaps_explains_and_undoes():
 
     model = names["model"]
     assert "pallas-hub/rms-norm" in printed
-    assert "pallas-hub/ragged-dot" in printed
+    assert "pallas-hub/moe-experts" in printed
     pallas_hub.unkernelize(model)
     torch.testing.assert_close(model(names["ids"]).logits, names["swapped"], rtol=1e-5, atol=1e-5)
     assert not any("forward" in vars(module) for module in model.modules())

@@ -200,7 +200,10 @@ def _find_regions(bundles: list[_Bundle]) -> list[_Region]:
         branch = _BRANCH.search(bundle.code)
         end = ends.get(branch["target"], -1) if branch else -1
         if branch and end > i:
-            regions.append((i + 1 + _DELAY_SLOTS, end - 1, branch["negated"] + branch["predicate"]))
+            # TPU7x has fewer delay slots; where a loop begins among them, it is skipped from its start.
+            slots = range(i + 1, min(i + 1 + _DELAY_SLOTS, end))
+            start = next((n for n in slots if bundles[n].depth > bundle.depth), i + 1 + _DELAY_SLOTS)
+            regions.append((start, end - 1, branch["negated"] + branch["predicate"]))
     return [region for region in regions if region[1] >= region[0]]
 
 

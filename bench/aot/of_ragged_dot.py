@@ -109,7 +109,7 @@ def tune_blocks(op: str, case_name: str, target: str) -> list[dict[str, int]]:
     for block_m in sorted({default.block_m // 2, default.block_m, default.block_m * 2}):
         for block_k in sorted(size for size in inner if size <= k):
             for block_n in sorted({size for size in (default.block_n, n, n // 2, 512, 768) if size <= n}):
-                for chunk in sorted({default.chunk, 256, 512}):
+                for chunk in sorted({default.chunk, 128, 256, 512}):
                     candidate = config.Config(block_m, block_k, block_n, default.vmem_limit_bytes, chunk)
                     rows_fit = block_m % 16 == 0 and 16 <= block_m <= max(16, -(-case.m // 16) * 16)
                     columns_fit = block_n % 128 == 0 or block_n == n

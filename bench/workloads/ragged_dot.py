@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer: the ragged-dot kernel's `moe_experts` and what Transformers offers for the same module.
+"""A mixture-of-experts layer: `moe_experts` of moe-experts or ragged-dot, and what Transformers offers for the module.
 
 All implementations share one `Qwen3MoeExperts` module with random weights, the same tokens and the same routing. The
 Transformers rows go through the module's own dispatch, as they do in a model.
@@ -41,12 +41,16 @@ _GROUPED_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 def workloads(kernel: Any) -> dict[str, ExpertsSize]:
-    """The models in the kernel's own cases.py, and a small one to try the benchmark with."""
+    """The models in the kernel's own cases.py whose experts are laid out as Qwen3's, and a small one to try it with."""
     try:
         models = importlib.import_module(f"{kernel.__name__}.cases").MODELS
     except (ImportError, AttributeError):
         models = ()
-    sizes = {m.name: ExpertsSize(m.experts, m.hidden, m.intermediate, m.top_k) for m in models}
+    sizes = {
+        m.name: ExpertsSize(m.experts, m.hidden, m.intermediate, m.top_k)
+        for m in models
+        if not getattr(m, "transposed", False)
+    }
     return sizes | {"small": SMALL}
 
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-_WORKLOADS = {"ragged-dot": "ragged_dot", "rms-norm": "rms_norm"}
+_WORKLOADS = {"moe-experts": "ragged_dot", "ragged-dot": "ragged_dot", "rms-norm": "rms_norm"}
 _EPILOG = """\
 examples:
   pallas-hub bench ragged-dot --tokens 1 8 64 --dtype bfloat16

@@ -12,7 +12,7 @@ from typing import Any
 
 NORM = "RMSNorm"
 EXPERTS = "experts"
-DEFAULT_REPOS = {NORM: "pallas-hub/rms-norm", EXPERTS: "pallas-hub/ragged-dot"}
+DEFAULT_REPOS = {NORM: "pallas-hub/rms-norm", EXPERTS: "pallas-hub/moe-experts"}
 
 Loader = Callable[[str, "int | None"], ModuleType]
 

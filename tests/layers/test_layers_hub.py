@@ -44,7 +44,7 @@ def hub(tmp_path_factory) -> Iterator[Sources]:
         patch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
         for name in ("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK"):
             patch.delenv(name, raising=False)
-        for name in ("rms-norm", "ragged-dot"):
+        for name in ("rms-norm", "moe-experts", "ragged-dot"):
             record(name, sources)
             publish(name, sources=sources)
         yield sources
@@ -69,7 +69,7 @@ def test_kernelize_with_the_published_kernels(loader, name):
     assert not report.left_alone
     assert {(layer.kernel, layer.version, layer.source, layer.runs) for layer in report} <= {
         ("pallas-hub/rms-norm", 1, "hub", "torch"),
-        ("pallas-hub/ragged-dot", 1, "hub", "torch"),
+        ("pallas-hub/moe-experts", 1, "hub", "torch"),
     }
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
     text = str(pallas_hub.explain(model))
@@ -77,6 +77,17 @@ def test_kernelize_with_the_published_kernels(loader, name):
     assert "from hub, runs torch" in text
     pallas_hub.unkernelize(model)
     assert torch.equal(logits(model), before)
+
+
+def test_ragged_dot_may_serve_the_experts_instead(loader):
+    model = tiny("qwen3_moe")
+    before = logits(model)
+    report = pallas_hub.kernelize(model, kernels={"experts": "pallas-hub/ragged-dot", "RMSNorm": None}, verify=True)
+    assert {(layer.kernel, layer.version, layer.source, layer.runs) for layer in report.swapped} == {
+        ("pallas-hub/ragged-dot", 1, "hub", "torch")
+    }
+    assert model.config._experts_implementation == "pallas:pallas-hub/ragged-dot@1"
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma4"])

@@ -76,7 +76,7 @@ def test_a_model_built_with_the_name_runs_the_kernel(kernel):
     assert kernel.loads == []  # nothing is downloaded by building a model
     with torch.no_grad():
         torch.testing.assert_close(model(ids()).logits, plain(ids()).logits, rtol=1e-4, atol=1e-5)
-    assert kernel.loads == ["pallas-hub/ragged-dot"]
+    assert kernel.loads == ["pallas-hub/moe-experts"]
     assert len(kernel.calls) == 2
     assert plain.config._experts_implementation == "grouped_mm"
 
@@ -102,7 +102,7 @@ def test_the_first_call_may_be_a_compiled_one(kernel):
     block, x = model.model.layers[0].mlp, torch.randn(1, 5, 32)
     with torch.no_grad():
         compiled = torch.compile(block, fullgraph=True, backend="eager")(x)
-        assert kernel.loads == ["pallas-hub/ragged-dot"]
+        assert kernel.loads == ["pallas-hub/moe-experts"]
         torch.testing.assert_close(compiled, block(x))
 
 
@@ -118,13 +118,13 @@ def test_kernelize_keeps_a_model_that_has_the_name_already(kernel):
 def test_explain_tells_the_kernel_that_the_setting_alone_runs(kernel):
     model = tiny("qwen3_moe", experts_implementation="pallas")
     row = pallas_hub.explain(model)["model.layers.0.mlp.experts"]
-    assert str(row).endswith("Qwen3MoeExperts  pallas-hub/ragged-dot:experts_forward, loads at its first call")
+    assert str(row).endswith("Qwen3MoeExperts  pallas-hub/moe-experts:experts_forward, loads at its first call")
     assert kernel.loads == []
     with torch.no_grad():
         model(ids())
     report = pallas_hub.explain(model)
     assert len(report.swapped) == 2
-    assert str(report["model.layers.0.mlp.experts"]).endswith("pallas-hub/ragged-dot:experts_forward, runs None")
+    assert str(report["model.layers.0.mlp.experts"]).endswith("pallas-hub/moe-experts:experts_forward, runs None")
     model.set_experts_implementation("eager")
     assert pallas_hub.explain(model)["model.layers.0.mlp.experts"].reason == "kernelize was not called"
 
@@ -172,7 +172,7 @@ def test_without_a_hub_the_bundled_kernels_serve(fresh_pallas, monkeypatch, tmp_
         torch.testing.assert_close(model(ids()).logits, before, rtol=1e-4, atol=1e-5)
     assert {(layer.kernel, layer.version, layer.source) for layer in report} == {
         ("pallas-hub/rms-norm", 1, "bundled"),
-        ("pallas-hub/ragged-dot", 1, "bundled"),
+        ("pallas-hub/moe-experts", 1, "bundled"),
     }
     assert model.config._experts_implementation == "pallas"
 

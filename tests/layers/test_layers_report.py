@@ -98,7 +98,7 @@ def test_kernels_can_be_chosen_by_kind(fresh_pallas):
         report = pallas_hub.kernelize(model, kernels={"RMSNorm": "acme/norms@3", "experts": None})
     assert loaded == [
         ("pallas-hub/rms-norm", None),
-        ("pallas-hub/ragged-dot", None),
+        ("pallas-hub/moe-experts", None),
         ("pallas-hub/rms-norm", None),
         ("acme/norms", 3),
     ]
@@ -125,7 +125,7 @@ def test_a_kernel_that_cannot_be_loaded_leaves_the_model_as_it_was():
     model = tiny("qwen3_moe")
 
     def loader(repo_id, version):
-        if "ragged" in repo_id:
+        if "experts" in repo_id:
             raise OSError("no route to host")
         return norm_kernel()
 

@@ -27,7 +27,7 @@ def onto_tpu(model):
                 fake = torch.empty(weight.shape, dtype=weight.dtype, device="tpu")
                 module._parameters[name] = torch.nn.Parameter(fake)
 
-norms, experts = load_source("rms-norm"), load_source("ragged-dot")
+norms, experts = load_source("rms-norm"), load_source("moe-experts")
 for name in ("qwen3_moe", "gemma4"):
     model = tiny(name)
     pallas_hub.kernelize(model, kernels={"RMSNorm": norms, "experts": experts})

@@ -11,8 +11,10 @@ import pytest
 from registry_shelf import FIXTURES, Shelf
 
 from pallas_hub.registry.build import build, kernel_id
-from pallas_hub.registry.digests import hash_variant, tree_digest
+from pallas_hub.registry.digests import hash_files, hash_variant, tree_digest
 from pallas_hub.registry.errors import BuildRefused, SourceError
+from pallas_hub.registry.local import load_source
+from pallas_hub.registry.paths import Sources
 from pallas_hub.registry.source import read_source
 
 VARIANTS = ("torch-cpu", "torch-cuda", "torch-tpu")
@@ -133,6 +135,89 @@ def test_the_bridge_is_vendored(shelf: Shelf, tmp_path: Path, how: str):
     variant = build("tiny-scale", tmp_path / "out", sources=shelf.sources).path / "build/torch-cpu"
     assert (variant / "_bridge/sub/__init__.py").read_text() == "inner = 1\n"
     assert not any(path.is_symlink() for path in variant.rglob("*"))
+
+
+def _add_kernel(shelf: Shelf, name: str, *, vendors: str = "", bridge: bool = False) -> None:
+    """A kernel called `name` with one public value, which takes that of the kernel it vendors."""
+    package = shelf.package(name)
+    package.mkdir(parents=True)
+    toml = (shelf.root / "kernels/tiny-scale/build.toml").read_text().replace("tiny-scale", name)
+    (shelf.root / "kernels" / name / "build.toml").write_text(toml)
+    value = "('own',)"
+    if vendors:
+        link = "_" + vendors.replace("-", "_")
+        (package / link).symlink_to(f"../../../{vendors}/torch-ext/{vendors.replace('-', '_')}")
+        value += f" + {link}.value"
+    lines = [f"from . import _{vendors.replace('-', '_')}"] if vendors else []
+    lines += ["from ._bridge import inner"] if bridge else []
+    (package / "__init__.py").write_text("\n".join([*lines, '__all__ = ["value"]', f"value = {value}", ""]))
+    if bridge:
+        (package / "_bridge").symlink_to("../../../../bridge")
+        (shelf.root / "bridge").mkdir(exist_ok=True)
+        (shelf.root / "bridge/__init__.py").write_text("inner = 1\n")
+
+
+def test_a_kernel_vendors_another_one_with_all_that_it_vendors(shelf: Shelf, tmp_path: Path):
+    _add_kernel(shelf, "inner-one", bridge=True)
+    _add_kernel(shelf, "middle", vendors="inner-one")
+    _add_kernel(shelf, "outer", vendors="middle", bridge=True)
+    variant = build("outer", tmp_path / "out", sources=shelf.sources).path / "build/torch-cpu"
+    files = sorted(path.relative_to(variant).as_posix() for path in variant.rglob("*.py"))
+    assert files == [
+        "__init__.py",
+        "_bridge/__init__.py",
+        "_middle/__init__.py",
+        "_middle/_inner_one/__init__.py",
+        "_middle/_inner_one/_bridge/__init__.py",
+    ]
+    assert not any(path.is_symlink() for path in variant.rglob("*"))
+    assert load_source("outer", sources=shelf.sources).value == ("own", "own", "own")
+    source = read_source("outer", shelf.sources)
+    assert source.vendored == (shelf.package("middle"), shelf.package("inner-one"))
+    shelf.append("__init__.py", "\n# changed\n", name="inner-one")
+    changed = read_source("outer", shelf.sources)
+    assert changed.fingerprint != source.fingerprint
+    assert tree_digest(hash_files(changed.files)) != tree_digest(hash_files(source.files))
+
+
+def test_an_installed_copy_without_links_builds_the_same(shelf: Shelf, tmp_path: Path):
+    _add_kernel(shelf, "inner-one", bridge=True)
+    _add_kernel(shelf, "outer", vendors="inner-one")
+    shutil.copytree(shelf.root, tmp_path / "installed")  # as a wheel does, this copies what a link points to
+    root = tmp_path / "installed"
+    installed = Sources(root / "kernels", root / "manifests", root / "bridge")
+    assert not any(path.is_symlink() for path in root.rglob("*"))
+    assert read_source("outer", installed).files == read_source("outer", shelf.sources).files
+
+
+@pytest.mark.parametrize(
+    ("link", "target", "words"),
+    [
+        ("_outside", "/etc", r"_outside points to /etc; a kernel ships only its own files and, by a link"),
+        ("_tests", "../../tests", r"_tests points to .*/kernels/outer/tests; a kernel ships only its own files"),
+        ("plain", "../../../inner-one/torch-ext/inner_one", r"plain points to .*; .* by a link called _<name>, the"),
+        ("deep/_in", "../../../../inner-one/torch-ext/inner_one", r"deep/_in: a link to a folder may lie at the top"),
+    ],
+    ids=["outside", "folder", "name", "deep"],
+)  # fmt: skip
+def test_a_link_to_a_folder_that_is_no_kernel_is_refused(shelf: Shelf, link: str, target: str, words: str):
+    _add_kernel(shelf, "inner-one")
+    _add_kernel(shelf, "outer")
+    (shelf.root / "kernels/outer/tests").mkdir()
+    (shelf.package("outer") / "deep").mkdir()
+    (shelf.package("outer") / link).symlink_to(target)
+    with pytest.raises(SourceError, match=words):
+        read_source("outer", shelf.sources)
+
+
+def test_kernels_that_vendor_each_other_are_refused(shelf: Shelf):
+    _add_kernel(shelf, "left", vendors="right")
+    _add_kernel(shelf, "right", vendors="left")
+    with pytest.raises(SourceError, match=r"_left: a kernel cannot hold a copy of itself: left -> right -> left\. Rem"):
+        read_source("left", shelf.sources)
+    _add_kernel(shelf, "mirror", vendors="mirror")
+    with pytest.raises(SourceError, match=r"cannot hold a copy of itself: mirror -> mirror\."):
+        read_source("mirror", shelf.sources)
 
 
 REFUSALS = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import kernels
 import pytest
+import torch
 
 from pallas_hub.registry.build import build
 from pallas_hub.registry.load import get_kernel, load_source, loaded_from
@@ -24,7 +25,7 @@ def sources(tmp_path: Path) -> Sources:
     A line of its own makes its content unique: equal content is one module per process, with the origin it had first.
     """
     shelf = tmp_path / "kernels"
-    shutil.copytree(OUR_SOURCES.kernels, shelf, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(OUR_SOURCES.kernels, shelf, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for init in shelf.glob("*/torch-ext/*/__init__.py"):
         init.write_text(f"{init.read_text()}\n# {tmp_path}\n")
     return dataclasses.replace(OUR_SOURCES, kernels=shelf, manifests=tmp_path / "manifests")
@@ -36,7 +37,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_there_are_kernels():
-    assert {"ragged-dot", "rms-norm"} <= set(NAMES)
+    assert {"moe-experts", "ragged-dot", "rms-norm"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,6 +58,27 @@ def test_publish_then_load_is_identity(name: str, sources: Sources, hub_url: str
         for public, value in vars(module.layers).items()
         if public in built.api.layers and isinstance(value, type)
     )
+
+
+def test_a_vendored_kernel_works_in_a_published_build(sources: Sources, hub_url: str):
+    """moe-experts holds ragged-dot and two copies of the bridge, and ragged-dot itself may be loaded next to it."""
+    for name in ("moe-experts", "ragged-dot"):
+        record(name, sources)
+        publish(name, sources=sources)
+    module = kernels.get_kernel("pallas-hub/moe-experts", version=1)
+    alone = kernels.get_kernel("pallas-hub/ragged-dot", version=1)
+    torch.manual_seed(0)
+    layer = (torch.randn(3, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6), torch.tensor([[0, 3], [1, 4], [3, 3]]))
+    arguments = (*(x.requires_grad_() if x.is_floating_point() else x for x in layer), torch.rand(3, 2))
+    wanted = alone.moe_experts(*arguments)
+    for path in ("torch", "interpret"):
+        with module._bridge.use_path(path), module._bridge.record_paths() as ran:
+            torch.testing.assert_close(module.moe_experts(*arguments), wanted, rtol=1e-4, atol=1e-5)
+        assert ran == [(f"{module.__name__}__ragged_dot::ragged_dot", path)] * 2
+    with module._bridge.use_path("interpret"), alone._bridge.record_paths() as ran, torch.no_grad():
+        torch.testing.assert_close(module.moe_experts(*arguments), wanted.detach(), rtol=1e-4, atol=1e-5)
+    assert ran == [(f"{module.__name__}::moe_experts", "interpret")]
+    assert loaded_from(get_kernel("pallas-hub/moe-experts", sources=sources)).source == "hub"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 from . import layers
 from .op import moe_experts
+from .router import router_topk
 from .transformers_experts import experts_forward
 
-__all__ = ["experts_forward", "layers", "moe_experts"]
+__all__ = ["experts_forward", "layers", "moe_experts", "router_topk"]

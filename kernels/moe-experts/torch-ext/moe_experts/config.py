@@ -44,11 +44,21 @@ class PrefillConfig:
     vmem_limit_bytes: int = SMALL_PREFILL_VMEM_LIMIT_BYTES
 
 
-def choose(sizes: Sizes, item: int, device_kind: str | None = None) -> DecodeConfig | PrefillConfig | None:
-    """How to run these sizes with `item` bytes per weight; None where the plain products should run instead."""
+@dataclass(frozen=True)
+class ProductsConfig:
+    """Two ragged dots, which choose their own blocks."""
+
+
+Config = DecodeConfig | PrefillConfig | ProductsConfig
+
+
+def choose(sizes: Sizes, item: int, device_kind: str | None = None) -> Config:
+    """How to run these sizes with `item` bytes per weight."""
     if sizes.i == 0:
-        return None
-    return choose_decode(sizes, item) if sizes.t <= DECODE_TOKENS else choose_prefill(sizes, item, device_kind)
+        return ProductsConfig()
+    if sizes.t <= DECODE_TOKENS:
+        return choose_decode(sizes, item) or ProductsConfig()
+    return choose_prefill(sizes, item, device_kind) or ProductsConfig()
 
 
 def choose_decode(sizes: Sizes, item: int, vmem_limit_bytes: int = DECODE_VMEM_LIMIT_BYTES) -> DecodeConfig | None:
@@ -57,7 +67,7 @@ def choose_decode(sizes: Sizes, item: int, vmem_limit_bytes: int = DECODE_VMEM_L
     wanted = SHORT_BLOCK_BYTES if visits <= 16 else LONG_BLOCK_BYTES
     fitting = [
         config
-        for config in (DecodeConfig(block_h, vmem_limit_bytes=vmem_limit_bytes) for block_h in _blocks(sizes.h))
+        for config in (DecodeConfig(block_h, vmem_limit_bytes=vmem_limit_bytes) for block_h in blocks_of(sizes.h))
         if decode_vmem_bytes(config, sizes, item) * 5 <= vmem_limit_bytes * 4
     ]
     small = [config for config in fitting if sizes.w * config.block_h * item <= wanted]
@@ -110,7 +120,7 @@ def prefill_vmem_bytes(config: PrefillConfig, sizes: Sizes, item: int) -> int:
     return config.tokens * (words + sums) + weights + rows + 2 * m * max(config.chunk, w) * 4
 
 
-def _blocks(h: int) -> list[int]:
+def blocks_of(h: int) -> list[int]:
     """Divisors of h in whole registers of lanes, and h itself."""
     return [block for block in range(LANES, h, LANES) if h % block == 0] + [h]
 

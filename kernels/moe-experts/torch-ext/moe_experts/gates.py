@@ -45,16 +45,16 @@ class Gating(NamedTuple):
         if self.gate == "none":
             return ACTIVATIONS[self.activation](product)
         if self.gate == "interleaved":
-            return self.join(*_alternate(product))
+            return self.join(product[:, ::2], product[:, 1::2])
         i = product.shape[1] // 2
         return self.join(product[:, :i], product[:, i:])
 
     def columns_of(self, read: Callable, start, size: int, w: int):
-        """Columns start ... start + size of the result, `read(columns)` giving columns of the product (rows, w)."""
+        """The same inside a kernel: columns start ... start + size, `read(columns)` giving columns of the product."""
         if self.gate == "none":
             return ACTIVATIONS[self.activation](read(pl.ds(start, size)))
         if self.gate == "interleaved":
-            return self.of(read(slice(None)))
+            return self.join(*_alternate(read(slice(None))))
         return self.join(read(pl.ds(start, size)), read(pl.ds(w // 2 + start, size)))
 
     def join(self, gates, ups):

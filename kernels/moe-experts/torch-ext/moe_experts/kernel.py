@@ -20,11 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from ._ragged_dot.blocks import device_kind
-from .config import DecodeConfig, PrefillConfig, Sizes, choose
+from .config import Config, DecodeConfig, PrefillConfig, Sizes, choose
 from .decode import decode
 from .gates import Gating
 from .prefill import prefill
 from .products import by_products
+
+UNROLLED_CALLS = 4  # more are a loop, so that code does not grow with the tokens
 
 
 def moe_experts_forward(
@@ -40,7 +42,7 @@ def moe_experts_forward(
     limit: float | None = None,
     transposed: bool = False,
     *,
-    config: DecodeConfig | PrefillConfig | None = None,
+    config: Config | None = None,
     interpret=False,
 ) -> jax.Array:
     """See op.py, where the arguments were checked. Both biases are given, or none."""
@@ -51,7 +53,8 @@ def moe_experts_forward(
     sizes = Sizes(t, h, w, i, e, top_k, transposed)
     index = top_k_index.astype(jnp.int32)
     index = jnp.where((index >= 0) & (index < e), index, e)
-    biases = () if gate_up_bias is None else (gate_up_bias[:, None, :], down_bias[:, None, :])
+    both = gate_up_bias is not None and down_bias is not None
+    biases = (gate_up_bias[:, None, :], down_bias[:, None, :]) if both else ()
     experts = (gate_up_proj, down_proj)
     routing = (index, top_k_weights.astype(jnp.float32))
     common = {"gating": Gating(activation, gate, limit), "interpret": interpret}
@@ -88,4 +91,11 @@ def _in_calls(call, tokens: int, arrays, fill):
         jnp.pad(array, ((0, calls * tokens - t), (0, 0)), constant_values=value).reshape(calls, tokens, -1)
         for array, value in zip(arrays, fill, strict=True)
     ]
-    return jax.lax.map(lambda rows: call(*rows), tuple(padded)).reshape(calls * tokens, -1)[:t]
+    if calls <= UNROLLED_CALLS:
+        results = jnp.zeros((calls * tokens, arrays[0].shape[1]), arrays[0].dtype)
+        for n in range(calls):
+            result = call(*(array[n] for array in padded))
+            results = jax.lax.dynamic_update_slice(results, result, (n * tokens, 0))
+    else:
+        results = jax.lax.map(lambda rows: call(*rows), tuple(padded)).reshape(calls * tokens, -1)
+    return results[:t]

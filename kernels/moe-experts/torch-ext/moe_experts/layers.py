@@ -1,7 +1,36 @@
-"""No layers: Transformers swaps experts by ALL_EXPERTS_FUNCTIONS, not by layer names; see moe.experts_forward.
+"""Layers for `kernels.kernelize`: a forward each, which borrows weights and settings from the layer it is put into.
 
-The one layer name of Transformers that covers experts, MegaBlocksMoeMLP of gpt-oss, includes the router. Its experts go
+Experts have none: Transformers swaps them by ALL_EXPERTS_FUNCTIONS, not by layer names; see transformers_experts.py. The
+one layer name of Transformers that covers experts, MegaBlocksMoeMLP of gpt-oss, includes the router. Its experts go
 through the same function, so the block runs this kernel without a layer of its own.
 """
 
-__all__: list[str] = []
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .router import router_topk
+
+
+class SoftmaxTopKRouter(nn.Module):
+    """All routers that Transformers gives this name: Qwen3_5MoeTopKRouter, and LagunaTopKRouter, which takes a sigmoid.
+
+    A module with e_score_correction_bias is of the second kind. Its attributes no type checker can know.
+    """
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)  # pyrefly: ignore
+        logits = nn.functional.linear(hidden_states, self.weight)  # pyrefly: ignore
+        bias = getattr(self, "e_score_correction_bias", None)
+        if bias is None:
+            weights, index = router_topk(logits, self.top_k, renormalize=True)  # pyrefly: ignore
+            return logits, weights, index
+        logits, limit = logits.float(), self.router_logit_softcapping  # pyrefly: ignore
+        if limit > 0.0:
+            logits = torch.tanh(logits / limit) * limit
+        weights, index = router_topk(logits, self.top_k, score="sigmoid", renormalize=True, bias=bias)  # pyrefly: ignore
+        return logits, weights.to(hidden_states.dtype), index

@@ -15,7 +15,7 @@ from . import torch_path
 from ._bridge import Lazy, jax_op
 from ._ragged_dot.checks import autocast_dtype
 from ._ragged_dot.moe import _check as check_arguments
-from .checks import check_names
+from .checks import check_names, check_tensors
 from .torch_path import Activation, Gate
 
 _FUSED_DTYPES = (torch.float32, torch.bfloat16)
@@ -66,7 +66,8 @@ def moe_experts(
     """
     check_names(activation, gate, limit)
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias)
-    if not (callable(activation) or callable(gate) or output_norm) and _runs_fused(tensors):
+    check_tensors(tensors)
+    if not (callable(activation) or callable(gate) or output_norm) and runs_fused(*tensors):
         biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
         check_arguments(*tensors[:5], biases, gate is not None, transposed)
         gate_up_bias, down_bias = _both_or_none(gate_up_proj, down_proj, gate_up_bias, down_bias, transposed)
@@ -74,11 +75,13 @@ def moe_experts(
     return torch_path.compose(*tensors, activation, gate, limit, transposed, output_norm)
 
 
-def _runs_fused(tensors: tuple[Tensor | None, ...]) -> bool:
-    hidden_states, *others = tensors
+def runs_fused(hidden_states: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call with these tensors takes the fused op, provided that all it is given has a name."""
     if hidden_states.dtype not in _FUSED_DTYPES or autocast_dtype(hidden_states) is not None:
         return False
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (hidden_states, *others)
+    ):
         return False
     if hidden_states.device.type == "tpu":
         return True

@@ -33,7 +33,7 @@ def compose(
     output_norm: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     if isinstance(gate, str) and (limit is not None or activation == "swiglu_oss"):
-        gate, activation = _gate_function(activation, gate, limit), "silu"
+        gate, activation = gate_function(activation, gate, limit), "silu"
     return _moe_experts(
         hidden_states,
         gate_up_proj,
@@ -78,7 +78,11 @@ def run(
     )
 
 
-def _gate_function(activation: Activation, gate: str, limit: float | None) -> Callable[[Tensor], Tensor]:
+def gate_function(activation: Activation, gate: str | None, limit: float | None) -> Callable[[Tensor], Tensor]:
+    """What these names compute, (s, 2 * i) -> (s, i), or (s, i) -> (s, i) without a gate."""
+    if gate is None:
+        return activation if callable(activation) else ACTIVATIONS[activation]
+
     def apply(product: Tensor) -> Tensor:
         gates, ups = product.chunk(2, dim=-1) if gate == "concatenated" else (product[..., ::2], product[..., 1::2])
         if limit is not None:

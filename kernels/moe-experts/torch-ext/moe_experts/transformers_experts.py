@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .op import moe_experts
+from .op import moe_experts, runs_fused
+from .recognise import functions_of, names_of
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -17,16 +18,26 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     model.set_experts_implementation("pallas")
     """
     first = "gate_up_proj" if self.has_gate else "up_proj"
-    return moe_experts(
+    tensors = (
         hidden_states,
         getattr(self, first),
         self.down_proj,
         top_k_index,
         top_k_weights,
-        activation=getattr(self, "act_fn", "silu"),
-        gate=self._apply_gate if self.has_gate else None,
+        getattr(self, first + "_bias") if self.has_bias else None,
+        self.down_proj_bias if self.has_bias else None,
+    )
+    # As torch code the layer runs the module's own functions: what they compute, to the last bit.
+    fused = not self.has_post_expert_norm and runs_fused(*tensors)
+    activation, gate, limit = names_of(self) if fused else functions_of(self)
+    *arguments, gate_up_bias, down_bias = tensors
+    return moe_experts(
+        *arguments,
+        activation=activation,
+        gate=gate,
+        limit=limit,
         transposed=self.is_transposed,
-        gate_up_bias=getattr(self, first + "_bias") if self.has_bias else None,
-        down_bias=self.down_proj_bias if self.has_bias else None,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
         output_norm=self.post_expert_norm if self.has_post_expert_norm else None,
     )

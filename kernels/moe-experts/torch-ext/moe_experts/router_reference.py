@@ -1,0 +1,39 @@
+"""What router_topk means, in plain jax.numpy: the definition the kernel is checked against."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+TINY = 1e-20  # added to a sum before it divides: only a token whose chosen scores are all (all but) zero notices
+
+
+def router_topk(
+    logits: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    top_k: int,
+    score: str = "softmax",
+    renormalize: bool = False,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """(t, e), (e,) -> weights (t, top_k) in logits.dtype, index (t, top_k) int32; see router.py."""
+    t, e = logits.shape
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "topk_softmax": lambda x: x}[score](wide)
+    choice = scores if bias is None else scores + bias.astype(scores.dtype)
+    if top_groups < groups:
+        by_group = choice.reshape(t, groups, e // groups)
+        group_scores = jnp.sum(jax.lax.top_k(by_group, min(2, e // groups))[0], axis=2)
+        chosen = jax.lax.top_k(group_scores, top_groups)[1]  # (t, top_groups)
+        kept = jnp.any(chosen[:, :, None] == jnp.arange(groups), axis=1)  # (t, groups)
+        choice = jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(t, e)
+    index = jax.lax.top_k(choice, top_k)[1]
+    weights = jnp.take_along_axis(scores, index, axis=1)
+    if score == "topk_softmax":
+        weights = jax.nn.softmax(weights)
+    elif renormalize:
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + TINY)
+    return (weights * scale).astype(logits.dtype), index.astype(jnp.int32)
