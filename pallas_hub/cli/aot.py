@@ -33,11 +33,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", metavar="KERNEL", help="rms-norm, ragged-dot, or path/to/file.py:function")
-    parser.add_argument("--target", type=_names, metavar="T,T", help="of v5e, v5p, v6e, tpu7x; default: all")
-    parser.add_argument("--workload", type=_names, default=[], metavar="NAME", help="cases whose name contains this")
+    parser.add_argument(
+        "--target", action="extend", type=_names, metavar="T,T", help="of v5e, v5p, v6e, tpu7x; default: all"
+    )
+    parser.add_argument(
+        "--workload", action="extend", type=_names, default=[], metavar="NAME", help="cases whose name contains this"
+    )
     add_shape(parser)
-    parser.add_argument("--op", type=_names, default=[], metavar="OP", help="only these ops, e.g. forward")
-    parser.add_argument("--vs", type=_names, default=[], metavar="WHO", help="peers, of jax, tokamax, xla")
+    parser.add_argument(
+        "--op", action="extend", type=_names, default=[], metavar="OP", help="only these ops, e.g. forward"
+    )
+    parser.add_argument(
+        "--vs", action="extend", type=_names, default=[], metavar="WHO", help="peers: jax, tokamax, xla, ..."
+    )
     parser.add_argument("--arg", action="append", default=[], metavar="SPEC", help="bf16[512,2048], or a .npy file")
     parser.add_argument("--workers", type=_positive, metavar="N", help="processes at once; default: one per core")
     parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="seconds per program (default: 180)")

@@ -30,9 +30,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("kernel", metavar="KERNEL", help="rms-norm or ragged-dot")
     parser.add_argument("--target", required=True, metavar="T", help="one of v5e, v5p, v6e, tpu7x")
-    parser.add_argument("--workload", type=_names, default=[], metavar="NAME", help="cases whose name contains this")
+    parser.add_argument(
+        "--workload", action="extend", type=_names, default=[], metavar="NAME", help="cases whose name contains this"
+    )
     add_shape(parser)
-    parser.add_argument("--op", type=_names, default=[], metavar="OP", help="only these ops, e.g. forward")
+    parser.add_argument(
+        "--op", action="extend", type=_names, default=[], metavar="OP", help="only these ops, e.g. forward"
+    )
     parser.add_argument("--limit", type=_positive, metavar="N", help="candidates per workload; default: all")
     parser.add_argument("--workers", type=_positive, metavar="N", help="processes at once; default: one per core")
     parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="seconds per candidate")

@@ -24,6 +24,7 @@ CODE = {
     "spills": 3,
     "fills": 4,
     "unknown_loops": 0,
+    "once": 0,
 }
 
 
@@ -196,6 +197,28 @@ def test_shapes_of_the_users_own(compiled, capsys):
         2 * 4096 * 5120 * 2 + 5120 * 2,
         4 * 64 * 5120 * 4 + 5120 * 4,
     ]
+
+
+def test_options_may_be_given_again(compiled, capsys):
+    again = [
+        "--workload",
+        "qwen3-30b-a3b-down-t1",
+        "--op",
+        "backward-lhs",
+        "--target",
+        "v5e",
+        "--vs",
+        "xla",
+        "--vs",
+        "jax",
+    ]
+    assert main([*COMMAND, *again]) == 0
+    out = capsys.readouterr().out
+    for case in ("qwen3-30b-a3b-gate-up-t64", "qwen3-30b-a3b-down-t1"):
+        for op in ("forward", "backward-lhs"):
+            assert f"{case}  {op}\n" in out
+    for word in ("v6e ", "v5e ", "megablox", "XLA"):
+        assert f"\n{word}" in out or f" {word}" in out
 
 
 def test_a_shape_joins_named_workloads_and_peers(compiled, capsys):
