@@ -34,7 +34,14 @@ def load_jax_module(name: str, module: str) -> ModuleType:
     folder = kernel_folder(name)
     package = f"_pallas_hub_source_{folder.name}"
     if package not in sys.modules:
-        parent = ModuleType(package)
-        parent.__path__ = [str(folder)]
-        sys.modules[package] = parent
+        _stand_in(package, folder)
+        for link in folder.iterdir():  # kernels that this one holds; their __init__.py imports torch as well
+            if link.is_symlink() and link.is_dir() and link.name != "_bridge":
+                _stand_in(f"{package}.{link.name}", link)
     return importlib.import_module(f"{package}.{module}")
+
+
+def _stand_in(package: str, folder: Path) -> None:
+    module = ModuleType(package)
+    module.__path__ = [str(folder)]
+    sys.modules[package] = module

@@ -136,6 +136,7 @@ def compile_wishes(
     cache: Path | None = None,
     on_done: Callable[[str, int, int], None] | None = None,
 ) -> list[Report]:
+    require_libtpu()
     programs = [find_program(wish.program) for wish in wishes]
     jobs = [
         Job(wish.target, wish.program, program.options, _label(wish), around)
@@ -176,8 +177,9 @@ def _notes(wish: Wish, program: Any) -> list[str]:
     notes = [program.note] if program.note else []
     if program.counted_as:
         notes.append("bytes counted for megablox at the same tile")
-    if wish.impl == "ours" and wish.blocks is not None:
-        default = kernel_programs(wish.kernel).default_blocks(wish.workload.op, wish.workload.case, wish.target)
+    module = kernel_programs(wish.kernel)
+    if wish.impl == "ours" and wish.blocks is not None and hasattr(module, "default_blocks"):
+        default = module.default_blocks(wish.workload.op, wish.workload.case, wish.target)
         if wish.blocks != default:
             notes.append(f"tuned blocks; the default is {_tile(default)}")
     return notes

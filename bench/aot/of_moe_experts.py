@@ -80,10 +80,6 @@ def own_blocks(op: str, case_name: str, target: str) -> dict[str, int]:
     return vars(config.choose(sizes, ITEM, HARDWARE[target].device_kind)).copy()
 
 
-def default_blocks(op: str, case_name: str, target: str) -> dict[str, int]:
-    return own_blocks(op, case_name, target)
-
-
 def peer_blocks(op: str, case_name: str, target: str, impl: str) -> list[dict[str, int] | None]:
     """The inner axis whole, 128 or 256 rows where they divide the slots, columns as wide as VMEM allows."""
     if impl not in ("jax", "tokamax"):
@@ -102,21 +98,6 @@ def peer_blocks(op: str, case_name: str, target: str, impl: str) -> list[dict[st
         )
     ]
     return list(tiles)
-
-
-def tune_blocks(op: str, case_name: str, target: str) -> list[dict[str, int]]:
-    """Blocks around the default of the variant that it chooses."""
-    config, own = load_jax_module("moe-experts", "config"), own_blocks(op, case_name, target)
-    if not own:
-        return []
-    if "block_h" in own:
-        return [
-            own | {"block_h": block_h, "chunk": chunk}
-            for block_h in config.blocks_of(find_case(case_name).h)
-            for chunk in (256, 512, 768)
-        ]
-    rows = range(max(32, own["block_m"] - 64), own["block_m"] + 65, 32)
-    return [own | {"block_m": block_m, "chunk": chunk} for block_m in rows for chunk in (256, 512, 1024)]
 
 
 def find_case(name: str) -> Any:

@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 # Kernel -> module with OPS, PEERS, cases(), shape_case(), build(), own_blocks() (what the kernel takes by itself),
-# default_blocks() (the same without tuning), peer_blocks(), tune_blocks() and sizes() (how the kernel looks blocks up).
+# peer_blocks(); where
+# blocks are tuned also default_blocks() (without tuning), tune_blocks() and sizes() (how the kernel looks blocks up).
 _MODULES = {"rms-norm": "of_rms_norm", "ragged-dot": "of_ragged_dot", "moe-experts": "of_moe_experts"}
 
 

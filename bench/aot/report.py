@@ -89,7 +89,13 @@ class Report:
 
     @property
     def kernel_us(self) -> float | None:
-        return _sum(kernel.time_us for kernel in self.kernels) if self.kernels else None
+        """Never less than the matrix units take for the operations at their published peak."""
+        total = _sum(kernel.time_us for kernel in self.kernels) if self.kernels else None
+        return None if total is None else max(total, self._matrix_us)
+
+    @property
+    def _matrix_us(self) -> float:
+        return (self.flops or 0) / self.hardware.bf16_tflop_s / 1e6
 
     @property
     def time_us(self) -> float | None:
@@ -103,8 +109,7 @@ class Report:
         """The least time the hardware allows: least bytes through HBM, or the operations through the matrix units."""
         if self.least_bytes is None:
             return None
-        compute = (self.flops or 0) / self.hardware.bf16_tflop_s / 1e6
-        return max(self.hardware.bandwidth_us(self.least_bytes), compute)
+        return max(self.hardware.bandwidth_us(self.least_bytes), self._matrix_us)
 
     @property
     def roofline_share(self) -> float | None:
@@ -237,7 +242,9 @@ def _kernel_report(code: dict[str, Any], counted: dict[str, Any], job: Job) -> K
     compute_us, time_us = None, None
     if core_steps is not None and not step["unknown_loops"]:
         compute_us = hardware.cycles_us(core_steps * step["bundles"] + step["once"])
-        if nbytes is not None:
+        if nbytes is not None and core_steps == 1:  # nothing overlaps: in, compute, out
+            time_us = hardware.bandwidth_us(nbytes) + compute_us
+        elif nbytes is not None:
             time_us = max(hardware.bandwidth_us(nbytes), compute_us) + hardware.bandwidth_us(cores * (fill or 0))
     option = job.options.get("xla_tpu_scoped_vmem_limit_kib")
     default = int(option) * 1024 if option else hardware.default_scoped_vmem_mib * MIB

@@ -47,8 +47,10 @@ def test_v5p_shares_a_parallel_axis(steps, of_one_core):
     assert (kernel.steps, kernel.cores, kernel.core_steps) == (steps, 2, of_one_core)
     hardware = 1.75e3  # cycles per us
     assert kernel.compute_us == pytest.approx(of_one_core * kernel.step_bundles / hardware)
-    # Each core waits for its first block and its last one.
-    assert kernel.time_us == pytest.approx((kernel.bytes + 2 * kernel.fill_bytes) / 2765e3)
+    if of_one_core == 1:  # in, compute, out
+        assert kernel.time_us == pytest.approx(kernel.bytes / 2765e3 + kernel.compute_us)
+    else:  # each core waits for its first block and its last one
+        assert kernel.time_us == pytest.approx((kernel.bytes + 2 * kernel.fill_bytes) / 2765e3)
 
 
 def test_v5p_shares_the_parallel_axis_of_two():
@@ -71,3 +73,10 @@ def test_a_loop_that_does_not_fit_the_steps_proves_nothing(core_steps):
 
 def test_unknown_steps_stay_unknown():
     assert _share_steps({"cores": 2, "core_steps": 4}, None) == (1, None)
+
+
+def test_no_time_is_shorter_than_the_matrix_units_take():
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    free, bound = (compile_report(double, [x], target="v6e", rows=64, axes=("parallel",), flops=n) for n in (0, 10**12))
+    assert free.kernel_us == pytest.approx(free.kernels[0].time_us)
+    assert bound.kernel_us == pytest.approx(1e12 / 918e12 * 1e6)  # operations at the published peak

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("jax")
 
+from pallas_hub.bench.aot.hardware import HARDWARE
 from pallas_hub.bench.aot.kernels import choose_workloads
 from pallas_hub.bench.aot.programs import find_program, kernel_programs
 from pallas_hub.bench.aot.traffic import count_traffic
@@ -89,3 +93,34 @@ def test_tokamax_is_counted_as_megablox():
     tokamax = program("ragged-dot", "forward", "qwen3-30b-a3b-gate-up-t64", "tokamax", tile)
     megablox = program("ragged-dot", "forward", "qwen3-30b-a3b-gate-up-t64", "jax", tile)
     assert moved(tokamax) == moved(megablox)
+
+
+@pytest.mark.parametrize("target", HARDWARE)
+def test_moe_experts_programs(target):
+    module = kernel_programs("moe-experts")
+    for workload in choose_workloads("moe-experts"):
+        for impl in ("ours", *module.PEERS):
+            blocks = module.own_blocks(workload.op, workload.case, target) if impl == "ours" else None
+            built = program("moe-experts", workload.op, workload.case, impl, blocks)
+            assert built.least_bytes > 0
+            assert built.flops > 0
+    case = module.find_case("qwen3-30b-a3b-t1")
+    built = program("moe-experts", "forward", case.name, "ours", None)
+    assert built.least_bytes == 2 * (8 * 3 * 768 * 2048 + 2 * 2048)  # eight experts, a token in and out
+
+
+def test_a_kernel_without_tuned_blocks_says_so(monkeypatch):
+    monkeypatch.setattr("pallas_hub.bench.aot.tuning.require_libtpu", lambda: None)
+    from pallas_hub.bench.aot.tuning import tune
+
+    with pytest.raises(ValueError, match=r"^tune: moe-experts looks up no tuned blocks; its config.py computes them"):
+        tune("moe-experts", choose_workloads("moe-experts")[:1], "v6e")
+
+
+def test_jax_files_load_without_torch(tmp_path):
+    """Also those of a kernel that holds another one."""
+    script = (
+        "import sys; sys.modules['torch'] = None; from pallas_hub.bench.kernel_source import load_jax_module as load\n"
+    )
+    script += "print([load(name, 'kernel').__name__ for name in ('rms-norm', 'ragged-dot', 'moe-experts')])"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
