@@ -116,7 +116,7 @@ def test_products_match_loop(case):
 
 PREFILLED = [
     Case(34, 128, 128, 2, 2),  # two visits to each expert, the second not full
-    Case(9, 256, 24, 3, 2, gate="interleaved", transposed=True, bias=True, activation="swiglu_oss", limit=1.0),
+    Case(9, 256, 264, 3, 2, gate="interleaved", transposed=True, bias=True, activation="swiglu_oss", limit=1.0),
     Case(7, 128, 8, 4, 2, routed=8, gate="none", activation="relu2"),
 ]
 

@@ -19,7 +19,7 @@ OSS = replace(SMALL, activation="swiglu_oss", gate="interleaved", limit=1.5, bia
 
 
 def test_public_names():
-    assert package.__all__ == ["experts_forward", "layers", "moe_experts"]
+    assert package.__all__ == ["experts_forward", "layers", "moe_experts", "router_topk"]
     assert all(hasattr(package, name) for name in package.__all__)
 
 
@@ -146,10 +146,13 @@ def test_no_tokens(path):
         assert moe_experts(*arguments, **names).shape == (0, 16)
 
 
-def test_wide_weights_of_narrow_hidden_states():
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
+def test_wide_weights_of_narrow_hidden_states(wide):
     (x, gate_up, down, index, scores), _ = call_of(SMALL, torch.bfloat16)
     with use_path("interpret"):
-        assert moe_experts(x, gate_up, down, index.long(), scores.float()).dtype == torch.bfloat16
+        got = moe_experts(x, gate_up, down, index.long(), scores.to(wide))
+        assert torch.equal(got, moe_experts(x, gate_up, down, index, scores))
+    assert got.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("case", [SMALL, OSS], ids=lambda case: case.id)

@@ -58,7 +58,7 @@ EDGE_CASES = (
     Case(4, 128, 256, 5, 5, gate="none", activation="relu2"),  # every token to every expert
     Case(9, 256, 72, 4, 2, routed=16, transposed=True),  # most slots are served elsewhere
     Case(2, 32, 16, 300, 4),  # far more experts than slots
-    Case(6, 130, 24, 2, 1, activation="gelu_tanh", gate="interleaved"),
+    Case(6, 130, 300, 2, 1, activation="gelu_tanh", gate="interleaved"),  # pairs in two chunks, the second not full
 )
 
 

@@ -80,7 +80,7 @@ def choose_prefill(sizes: Sizes, item: int, device_kind: str | None = None) -> P
 
     They pay while that takes less time than the rows' own copies through HBM would, and computing them.
     """
-    if sizes.h % (LANES * 4 // item) or sizes.i % 8:
+    if sizes.h % (LANES * 4 // item) or sizes.i % 8 or sizes.e >= 2**15:  # a word holds an expert and a slot
         return None
     limit = PREFILL_VMEM_LIMIT_BYTES.get(device_kind or "", SMALL_PREFILL_VMEM_LIMIT_BYTES)
     calls = max(1, -(-sizes.t * sizes.top_k // PREFILL_SLOTS))
@@ -112,12 +112,16 @@ def decode_vmem_bytes(config: DecodeConfig, sizes: Sizes, item: int) -> int:
 
 
 def prefill_vmem_bytes(config: PrefillConfig, sizes: Sizes, item: int) -> int:
-    """Words and sums of all tokens once, the weights of an expert twice, rows in all their forms and chunks."""
+    """Words and sums of all tokens once, the weights of an expert twice, rows in all their forms and chunks.
+
+    A product of float32 is made of three bfloat16 parts of its rows and of its chunk of the weights.
+    """
     h, w, i, m = sizes.h, _up(sizes.w, LANES), _up(sizes.i, LANES), config.block_m
     words, sums = _up(h * item // 4 // LANES, 8) * LANES * 4, _up(h // LANES, 8) * LANES * 4  # bytes of a row
     weights = 2 * (w + i) * _up(h, LANES) * item
     rows = m * (words + sums + h * item + i * item)
-    return config.tokens * (words + sums) + weights + rows + 2 * m * max(config.chunk, w) * 4
+    parts = 3 * 2 * (m + config.chunk) * max(h, i) if item == 4 else 0
+    return config.tokens * (words + sums) + weights + rows + 2 * m * max(config.chunk, w) * 4 + parts
 
 
 def blocks_of(h: int) -> list[int]:

@@ -36,9 +36,8 @@ class Gating(NamedTuple):
     limit: float | None = None
 
     def chunk(self, w: int) -> int:
-        """How many columns of the result are made at once; all of them where half of the lanes can't be cut off."""
-        i = w if self.gate == "none" else w // 2
-        return CHUNK if self.gate != "interleaved" and i % LANES == 0 else i
+        """How many columns of the result are made at once; all of them where up can't be cut off at whole lanes."""
+        return CHUNK if self.gate != "concatenated" or w // 2 % LANES == 0 else w // 2
 
     def of(self, product):
         """(rows, w) -> (rows, i), float32; w is 2 * i, or i without a gate."""
@@ -54,7 +53,8 @@ class Gating(NamedTuple):
         if self.gate == "none":
             return ACTIVATIONS[self.activation](read(pl.ds(start, size)))
         if self.gate == "interleaved":
-            return self.join(*_alternate(read(slice(None))))
+            start = 2 * start if isinstance(start, int) else pl.multiple_of(2 * start, 2 * CHUNK)
+            return self.join(*_alternate(read(pl.ds(start, 2 * size))))
         return self.join(read(pl.ds(start, size)), read(pl.ds(w // 2 + start, size)))
 
     def join(self, gates, ups):
@@ -64,7 +64,10 @@ class Gating(NamedTuple):
 
 
 def _alternate(product):
-    """product[:, ::2], product[:, 1::2] by an exact product with zeros and ones: lanes can't be read with a stride."""
+    """product[:, ::2], product[:, 1::2] by an exact product with zeros and ones: lanes can't be read with a stride.
+
+    Both matrices grow with the square of the columns, so only a chunk of them may come at a time.
+    """
     i = product.shape[1] // 2
     row = jax.lax.broadcasted_iota(jnp.int32, (2 * i, i), 0)
     column = jax.lax.broadcasted_iota(jnp.int32, (2 * i, i), 1)

@@ -1,7 +1,7 @@
 """Layers for `kernels.kernelize`: a forward each, which borrows weights and settings from the layer it is put into.
 
-Experts have none: Transformers swaps them by ALL_EXPERTS_FUNCTIONS, not by layer names; see transformers_experts.py. The
-one layer name of Transformers that covers experts, MegaBlocksMoeMLP of gpt-oss, includes the router. Its experts go
+Experts have none: Transformers swaps them by ALL_EXPERTS_FUNCTIONS, not by layer names; see transformers_experts.py.
+The one layer name of Transformers that covers experts, MegaBlocksMoeMLP of gpt-oss, includes the router. Its experts go
 through the same function, so the block runs this kernel without a layer of its own.
 """
 
@@ -29,8 +29,8 @@ class SoftmaxTopKRouter(nn.Module):
         if bias is None:
             weights, index = router_topk(logits, self.top_k, renormalize=True)  # pyrefly: ignore
             return logits, weights, index
-        logits, limit = logits.float(), self.router_logit_softcapping  # pyrefly: ignore
-        if limit > 0.0:
-            logits = torch.tanh(logits / limit) * limit
+        logits, limit = logits.float(), self.router_logit_softcapping
+        if limit > 0.0:  # pyrefly: ignore
+            logits = torch.tanh(logits / limit) * limit  # pyrefly: ignore
         weights, index = router_topk(logits, self.top_k, score="sigmoid", renormalize=True, bias=bias)  # pyrefly: ignore
         return logits, weights.to(hidden_states.dtype), index

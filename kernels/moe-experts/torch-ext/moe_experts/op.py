@@ -71,7 +71,10 @@ def moe_experts(
         biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
         check_arguments(*tensors[:5], biases, gate is not None, transposed)
         gate_up_bias, down_bias = _both_or_none(gate_up_proj, down_proj, gate_up_bias, down_bias, transposed)
-        return _fused(*tensors[:5], gate_up_bias, down_bias, activation, gate or "none", limit, transposed)
+        if top_k_weights.dtype == torch.float64:  # which JAX doesn't take; they count as float32 anyway
+            top_k_weights = top_k_weights.float()
+        layer = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
+        return _fused(*layer, gate_up_bias, down_bias, activation, gate or "none", limit, transposed)
     return torch_path.compose(*tensors, activation, gate, limit, transposed, output_norm)
 
 

@@ -7,6 +7,8 @@ name stay functions, and the layer runs as torch code.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -19,7 +21,8 @@ from .checks import NAMES
 from .torch_path import Activation, Gate, gate_function
 
 _PLAIN = (bool, int, float, str, type(None))
-_NOT_PLAIN = "a tensor, a method, missing, ..."
+_MISSING, _NOT_PLAIN = "missing", "a tensor, a config, a module, ..."  # a missing name may be a global, or of the class
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type(None))
 _OWN = {"act_fn", "_apply_gate"}
 _found: dict[tuple, Between | None] = {}
 
@@ -39,6 +42,8 @@ def functions_of(module: Any) -> Between:
 
 def names_of(module: Any) -> Between:
     """Names for what the module's functions compute; where there are none, the functions."""
+    if "_apply_gate" in module.__dict__:  # its own, not its class's
+        return functions_of(module)
     key = _key(module)
     if not _is_known(key):
         _look_at(module)
@@ -71,36 +76,81 @@ def _look_at(module: Any) -> bool:
 def _key(module: Any) -> tuple:
     """All that the module's functions depend on: their code, and the numbers that this code reads from the module."""
     act = getattr(module, "act_fn", None)
-    kind = act if isinstance(act, types.FunctionType) else type(act)
     values = _values(module, _names_read(type(module), "_apply_gate"))
-    return type(module), module.has_gate, kind, values, _values(act, _names_read(type(act), "forward"))
+    return type(module), module.has_gate, values, _parts(act), _values(act, _names_read(type(act), "forward"))
+
+
+def _parts(function: Any) -> Any:
+    """What tells a function apart: a module by its type, a partial by what it holds, a function by being itself."""
+    if isinstance(function, nn.Module):
+        return type(function)
+    if isinstance(function, functools.partial):
+        named = tuple(sorted(function.keywords.items()))
+        parts = (_parts(function.func), *function.args, *named)
+        held = (*function.args, *function.keywords.values())
+        return parts if all(isinstance(value, _PLAIN) for value in held) else _NOT_PLAIN
+    return function if isinstance(function, _FUNCTIONS) else _NOT_PLAIN
 
 
 def _values(thing: Any, names: tuple[str, ...]) -> tuple:
-    if not names or not isinstance(thing, nn.Module):
+    if not isinstance(thing, nn.Module):
         return ()
-    held = thing.__dict__  # a class attribute belongs to the class, which is in the key
-    values = [held.get(name, _NOT_PLAIN) for name in names]
+    held, tensors = thing.__dict__, (thing._parameters, thing._buffers, thing._modules)
+    values = [held.get(name, _MISSING) for name in names]  # a class attribute belongs to the class, which is in the key
+    values = [
+        _NOT_PLAIN if value is _MISSING and any(name in part for part in tensors) else value
+        for name, value in zip(names, values, strict=True)
+    ]
     if torch.compiler.is_compiling():  # a number may be a symbol then: the graph is made for what it is now
         from torch.fx.experimental.symbolic_shapes import guard_scalar
 
         values = [guard_scalar(value) if isinstance(value, int | float) else value for value in values]
-    return tuple([value if isinstance(value, _PLAIN) else _NOT_PLAIN for value in values])
+    return tuple([_value(thing, value) for value in values])
+
+
+def _value(thing: nn.Module, value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, types.MethodType) and value.__self__ is thing:
+        return value.__func__
+    return _NOT_PLAIN if isinstance(value, nn.Module) else _parts(value)
 
 
 @_constant
 def _names_read(cls: type, method: str) -> tuple[str, ...]:
-    """Names of all attributes that a method may read from self."""
-    code = getattr(getattr(cls, method, None), "__code__", None)
-    return () if code is None else tuple(name for name in code.co_names if name not in _OWN)
+    """Names of all attributes that a method may read from self, and those that its class's other methods may."""
+    names: dict[str, None] = {}
+    todo: list[Any] = [getattr(cls, method, None)]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, property):
+            todo.append(item.fget)
+        elif isinstance(item, types.CodeType):
+            # A constant may be the name in getattr(self, "limit", None), or the code of a function in the function.
+            texts = [text for text in item.co_consts if isinstance(text, str) and text.isidentifier()]
+            new = [name for name in (*item.co_names, *texts) if name not in _OWN and name not in names]
+            names.update(dict.fromkeys(new))
+            todo += [part for part in item.co_consts if isinstance(part, types.CodeType)]
+            # A name of torch's own Module, as float, is a tensor's here.
+            todo += [getattr(cls, name, None) for name in new if not hasattr(nn.Module, name)]
+        elif isinstance(item, types.FunctionType):
+            inner = inspect.unwrap(item)
+            todo.append(inner.__code__)
+            if inner is not item:
+                todo.append(item.__code__)
+    return tuple(names)
 
 
 def _compare(module: Any) -> Between | None:
     # Only what the key holds: a function that reads anything else from its module is not recognised.
+    act, names = getattr(module, "act_fn", None), _names_read(type(module), "_apply_gate")
+    values = _values(module, names)
+    read = (*values, _parts(act), *_values(act, _names_read(type(act), "forward")))
+    if _NOT_PLAIN in read or _holds_tensors(act):
+        return None
     twin = object.__new__(type(module))
-    names = _names_read(type(module), "_apply_gate")
-    held = {name: value for name, value in zip(names, _values(module, names), strict=True) if value != _NOT_PLAIN}
-    twin.__dict__.update(held, act_fn=getattr(module, "act_fn", None))
+    held = {name: value for name, value in zip(names, values, strict=True) if value is not _MISSING}
+    twin.__dict__.update(held, act_fn=act)
     function = twin._apply_gate if module.has_gate else twin.act_fn
     limits = [float(value) for value in held.values() if type(value) in (int, float) and value > 0]
     with _plainly():
@@ -118,6 +168,11 @@ def _compare(module: Any) -> Between | None:
             if result.shape == wanted.shape and torch.allclose(result.float(), wanted, rtol=1e-5, atol=2e-5):
                 return Between(activation, gate, limit)
     return None
+
+
+def _holds_tensors(act: Any) -> bool:
+    """Then two of one type may differ, or one from itself later."""
+    return isinstance(act, nn.Module) and any((act._parameters, act._buffers, act._modules))
 
 
 def _candidates(has_gate: bool, limits: list[float]) -> Iterator[tuple[str, str | None, float | None]]:

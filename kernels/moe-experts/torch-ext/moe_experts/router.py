@@ -69,10 +69,13 @@ def router_topk(
     return weights, index.long()
 
 
-@torch.compiler.assume_constant_result
 def _direct() -> bool:
     """Whether plain torch operations run without an op around them. torch.compile asks once, when it traces."""
     return not state.recorders and requested()[0] == "auto"
+
+
+# torch.compiler.assume_constant_result without its import of the compiler, which takes a second.
+_direct._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def route(
@@ -89,8 +92,8 @@ def route(
     if score == "softmax":
         scores = torch.softmax(logits, dim=-1, dtype=dtype)
     elif score == "sigmoid":
-        scores = logits.to(dtype).sigmoid()
-    else:  # as they come they have the same order
+        scores = torch.sigmoid(logits if logits.dtype is dtype else logits.to(dtype))
+    else:  # chosen as they are: they have the same order
         scores = logits if bias is None else logits.to(dtype)
     choice = scores if bias is None else scores + bias
     if top_groups < groups:
@@ -98,23 +101,23 @@ def route(
     chosen, index = torch.topk(choice, top_k, dim=-1)
     weights = chosen if choice is scores else scores.gather(1, index)
     if score == "topk_softmax":
-        weights = torch.softmax(weights, dim=-1, dtype=dtype)
+        # In float32 inside for every dtype; rounded here only where nothing follows.
+        weights = torch.softmax(weights, dim=-1, dtype=logits.dtype if scale == 1.0 else dtype)
     elif renormalize:
         total = weights.sum(dim=-1, keepdim=True)
         # The largest probabilities add up to more than any rounding of TINY; others may not.
         weights = weights / (total if score == "softmax" and choice is scores else total + TINY)
     if scale != 1.0:
         weights = weights * scale
-    return weights.to(logits.dtype), index
+    return weights if weights.dtype is logits.dtype else weights.to(logits.dtype), index
 
 
 def _limit_groups(choice: Tensor, groups: int, top_groups: int) -> Tensor:
-    by_group = choice.unflatten(1, (groups, -1))  # (t, groups, e / groups)
-    size = by_group.shape[2]
-    best = by_group.topk(2, dim=-1).values.sum(dim=-1) if size > 1 else by_group.squeeze(2)
-    kept = best.topk(top_groups, dim=-1).indices
-    dropped = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
-    return by_group.masked_fill(dropped.unsqueeze(2), float("-inf")).flatten(1)
+    by_group = choice.reshape(choice.shape[0], groups, choice.shape[1] // groups)
+    best = by_group.topk(2, dim=-1)[0].sum(dim=-1) if by_group.shape[2] > 1 else by_group[..., 0]  # (t, groups)
+    kept = best.topk(top_groups, dim=-1)[1]
+    dropped = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
+    return by_group.masked_fill(dropped.unsqueeze(2), float("-inf")).reshape(choice.shape)
 
 
 def _forward_torch(
@@ -136,7 +139,7 @@ router_topk_op = jax_op(
     namespace=__package__,
     fn=Lazy(".router_kernel:router_topk_forward", __package__),
     torch_fn=_forward_torch,
-    shape_fn=Lazy(".router_reference:router_topk", __package__),
+    shape_fn=Lazy(".shapes:router_topk", __package__),
 )
 
 

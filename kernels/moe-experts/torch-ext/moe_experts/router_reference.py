@@ -26,14 +26,19 @@ def router_topk(
     choice = scores if bias is None else scores + bias.astype(scores.dtype)
     if top_groups < groups:
         by_group = choice.reshape(t, groups, e // groups)
-        group_scores = jnp.sum(jax.lax.top_k(by_group, min(2, e // groups))[0], axis=2)
-        chosen = jax.lax.top_k(group_scores, top_groups)[1]  # (t, top_groups)
+        group_scores = jnp.sum(_top_k(by_group, min(2, e // groups))[0], axis=2)
+        chosen = _top_k(group_scores, top_groups)[1]  # (t, top_groups)
         kept = jnp.any(chosen[:, :, None] == jnp.arange(groups), axis=1)  # (t, groups)
         choice = jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(t, e)
-    index = jax.lax.top_k(choice, top_k)[1]
+    index = _top_k(choice, top_k)[1]
     weights = jnp.take_along_axis(scores, index, axis=1)
     if score == "topk_softmax":
         weights = jax.nn.softmax(weights)
     elif renormalize:
         weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + TINY)
     return (weights * scale).astype(logits.dtype), index.astype(jnp.int32)
+
+
+def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """XLA takes a NaN for the largest or the smallest number, by its sign; here it has none."""
+    return jax.lax.top_k(jnp.where(jnp.isnan(x), jnp.nan, x), k)

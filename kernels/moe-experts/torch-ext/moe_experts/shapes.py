@@ -1,4 +1,4 @@
-"""The result's shape as a JAX function for symbolic sizes; op.py has compared the sizes by then."""
+"""The results' shapes as JAX functions for symbolic sizes; sizes were compared before."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ def moe_experts(
     transposed: bool = False,
 ) -> jax.Array:
     return jnp.zeros(hidden_states.shape, hidden_states.dtype)
+
+
+def router_topk(
+    logits: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    top_k: int,
+    score: str = "softmax",
+    renormalize: bool = False,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    shape = (logits.shape[0], top_k)
+    return jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32)
