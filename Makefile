@@ -21,7 +21,7 @@ export JAX_PLATFORMS ?= cpu
 # torch loads torch_tpu at import where it is installed, which looks for TPU hardware.
 export TORCH_DEVICE_BACKEND_AUTOLOAD ?= 0
 
-.PHONY: help demo test test-newest-jax check format clean
+.PHONY: help demo test test-torch test-newest-jax check format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
@@ -29,9 +29,10 @@ help:
 demo: .venv/ready
 	.venv/bin/pallas-hub demo
 
-test: .venv/ready
+test: test-torch test-newest-jax
+
+test-torch: .venv/ready
 	.venv/bin/python -m pytest $(TESTS)
-	@$(MAKE) --no-print-directory test-newest-jax
 
 # The JAX code of every kernel, interpreted and compiled with the newest JAX, which needs Python 3.12 or newer.
 ifeq ($(PYTHON_NEWEST),)
