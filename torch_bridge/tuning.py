@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 FAR = 2  # a tuned shape stands for others up to this factor away in every size
+LARGEST_FILE = 1 << 24
 
 log = logging.getLogger(__name__)
 Config = TypeVar("Config")
@@ -62,14 +63,17 @@ def device_kind() -> str | None:
 
 @functools.cache
 def read_entries(kernel: str, folder: Path) -> dict[str, tuple[dict[str, Any], ...]]:
-    """Kind of device -> its entries. Read once, so what is wrong with a file is said once."""
+    """Kind of device -> its entries, of all its files. Read once, so what is wrong with a file is said once."""
     found: dict[str, tuple[dict[str, Any], ...]] = {}
     for path in sorted(folder.glob("*.json")):
         try:
+            if not path.is_file() or path.stat().st_size > LARGEST_FILE:
+                raise ValueError(f"not a file of at most {LARGEST_FILE} bytes")  # a pipe would never end
             body = json.loads(path.read_text(encoding="utf-8"))
             if body["kernel"] != kernel:
                 raise ValueError(f"it is for {body['kernel']!r}, not for {kernel!r}")
-            found[str(body["device"])] = tuple(_entries(body["entries"]))
+            device = str(body["device"])
+            found[device] = (*found.get(device, ()), *_entries(body["entries"]))
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             log.warning("%s: tuned blocks in %s are not used: %s: %s", kernel, path, type(error).__name__, error)
     return found

@@ -93,11 +93,12 @@ def _load_file(name: str, path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"{name!r}: there is no file {path}.")
     sys.path.insert(0, str(path.parent))  # so that the file finds its neighbours
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_name = f"_aot_{path.stem}"  # a file may be called jax.py, or json.py
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{name!r}: {path} can't be loaded as a Python module.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[module_name] = module
     spec.loader.exec_module(module)
     return module
 

@@ -11,6 +11,7 @@ What can happen to a job, and what it becomes:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pallas_hub.bench.aot.files import replace_text
 from pallas_hub.bench.aot.workers import Workers
 from pallas_hub.bench.kernel_source import kernel_folder
 from pallas_hub.registry.paths import cache_root
@@ -32,6 +34,10 @@ DEFAULT_TIMEOUT_S = 180.0
 
 # The files that decide what a worker answers; the report can change without a new compilation.
 _WORKER_FILES = ("bundles", "hlo", "jaxprs", "program", "surroundings", "traffic", "worker")
+# A full disk ends in the compiler's own check that it could write its dump.
+_MACHINES_WORDS = re.compile(
+    r"was killed|exit code |^OSError:|^MemoryError:|WriteStringToFile|No space left on device|Cannot allocate memory"
+)
 
 
 @dataclass(frozen=True)
@@ -116,24 +122,35 @@ def _run(job: Job, cache: Path, timeout_s: float, processes: Workers) -> dict[st
 def _cached(cache: Path, key: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     entry = cache / f"{key}.json"
     try:
-        return json.loads(entry.read_text()) | {"cached": True}
-    except (OSError, ValueError):
+        found = json.loads(entry.read_text())
+        if _is_result(found):
+            return found | {"cached": True}
+    except (OSError, ValueError, RecursionError):
         pass  # not there, or not readable as JSON: compile again
     result = run()
-    # What ran out of time or memory may be the machine's fault, not the program's.
-    if result["status"] != "timed out" and "was killed" not in result.get("reason", ""):
+    if not _is_the_machines(result):
         _store(entry, result)
     return result | {"cached": False}
 
 
+def _is_result(found: Any) -> bool:
+    """Of the form that a worker answers with. A file that was cut or damaged is compiled again."""
+    if not isinstance(found, dict) or not isinstance(found.get("status"), str):
+        return False
+    known = ("pieces", "xla", "dump_error") if found["status"] == "compiled" else ("reason", "error")
+    lists = all(isinstance(found.get(name, []), list) for name in ("kernels", "traffic", "xla"))
+    return lists and any(name in found for name in known)
+
+
+def _is_the_machines(result: dict[str, Any]) -> bool:
+    """What ran out of time, memory or disk may be the machine's fault; a worker that did not start is: try again."""
+    words = result.get("reason", ""), result.get("error", "")
+    return result["status"] == "timed out" or any(map(_MACHINES_WORDS.search, words))
+
+
 def _store(entry: Path, result: dict[str, Any]) -> None:
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        partial = entry.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(result))
-        partial.replace(entry)
-    except OSError:
-        pass  # a cache that can't be written costs time, nothing else
+    with contextlib.suppress(OSError):  # a cache that can't be written costs time, nothing else
+        replace_text(entry, json.dumps(result))
 
 
 def _key(job: Job, dump: str) -> str:
@@ -146,15 +163,32 @@ def _key(job: Job, dump: str) -> str:
     sources = [here / f"{name}.py" for name in _WORKER_FILES] + [here.parent / "tpu_compile.py"]
     if "kernel" in program:
         sources += [here / "programs.py", *sorted(here.glob("of_*.py"))]
-        sources += sorted(kernel_folder(program["kernel"]).glob("*.py"))
-    elif (place := program.get("function", "").rpartition(":")[0]).endswith(".py"):
-        sources += sorted(Path(place).resolve().parent.glob("*.py"))
+        sources += _sources_in(kernel_folder(program["kernel"]))
+    elif (place := _file_of(program.get("function", ""))) is not None:
+        sources += sorted(place.parent.glob("*.py"))
     sources += [Path(arg) for arg in program.get("args", []) if arg.endswith(".npy")]
-    for source in sources:
+    for source in filter(Path.is_file, sources):  # an editor's lock is a link to nothing
         digest.update(source.read_bytes())
     versions = {name: _version(name) for name in ("jax", "jaxlib", "libtpu", "tokamax")}
     digest.update(json.dumps([job.target, program, job.options, dump, versions], sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _sources_in(kernel: Path) -> list[Path]:
+    """Its Python and that of the kernels linked into it, and the blocks tuned for them; of the bridge the look-up."""
+    folders = [Path(folder) for folder, _, _ in os.walk(kernel, followlinks=True)]
+    patterns = ("*.py", "tuning/*.json")
+    found = [path for folder in folders if folder.name != "_bridge" for p in patterns for path in folder.glob(p)]
+    return sorted([*found, kernel / "_bridge" / "tuning.py"])
+
+
+def _file_of(function: str) -> Path | None:
+    """Where 'path/to/file.py:function' or 'package.module:function' is defined, as far as that can be told."""
+    place = function.rpartition(":")[0]
+    if place.endswith(".py"):
+        return Path(place).resolve()
+    spec = importlib.util.find_spec(place) if place else None
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def _version(name: str) -> str | None:
@@ -165,9 +199,9 @@ def _version(name: str) -> str | None:
 
 
 def _compile(run: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """When the process dies while it writes its dump, ask whether the program compiles at all."""
+    """When the compiler aborts while it writes its dump, ask whether the program compiles at all."""
     result = run("bundles")
-    if result["status"] == "crashed":
+    if result["status"] == "crashed" and not _is_the_machines(result):
         reason = f"the compiler's dump aborts: {result['reason']}"
         result = run("nothing")
         if result["status"] == "compiled":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pallas_hub.bench.aot.files import alone_in, replace_text
 from pallas_hub.bench.aot.hardware import HARDWARE
 from pallas_hub.bench.aot.kernels import Wish, compile_wishes
 from pallas_hub.bench.aot.programs import Workload, kernel_programs
@@ -62,6 +63,8 @@ def tune(
     if target not in HARDWARE:
         raise ValueError(f"tune: target must be one of {', '.join(HARDWARE)}; got {target!r}.")
     module = kernel_programs(kernel)
+    if not hasattr(module, "tune_blocks"):
+        raise ValueError(f"tune: {kernel} looks up no tuned blocks; its config.py computes them from the sizes.")
     found = []
     for workload in workloads:
         default = module.default_blocks(workload.op, workload.case, target)
@@ -76,12 +79,15 @@ def tune(
 
 
 def choose(workload: Workload, candidates: Sequence[dict[str, int]], reports: Sequence[Report]) -> Tuned:
-    """The best of the candidates; the first is the default, and stays when nothing gains MIN_GAIN on it."""
+    """The best of the candidates. The first is the default: it stays when nothing gains MIN_GAIN on it.
+
+    One without a time stays too, unless the compiler refuses it: that it ran out of time shows no gain.
+    """
     failed = tuple(f"{candidates[i]}: {r.reason}" for i, r in enumerate(reports) if r.status != "compiled")
     times = [_time_us(report, reports[0]) for report in reports]
     best, default_us = 0, times[0]
     timed = [(us, i) for i, us in enumerate(times) if us]
-    if timed:
+    if timed and (default_us is not None or reports[0].status == "refused"):
         least = min(timed)[0]
         if default_us is None or default_us > least * (1 + MIN_GAIN):
             close = [i for us, i in timed if us <= least * (1 + MIN_GAIN)]
@@ -107,9 +113,34 @@ def write(kernel: str, target: str, found: Sequence[Tuned], path: Path) -> None:
     """Merge into the file of this device: entries of other workloads stay.
 
     Where the default is best there is no entry: another shape is better served by its own default than by this one's.
+    Raises   ValueError: what lies there is no such file, or another kernel's or device's.
     """
+    with alone_in(path.absolute().parent):
+        _merge(kernel, target, found, path)
+
+
+def read(kernel: str, target: str, path: Path) -> list[dict[str, Any]]:
+    """The entries of the file that lies there; none when there is no file.
+
+    Raises   ValueError: it is no file of tuned blocks, or another kernel's or device's.
+    """
+    if not path.is_file():
+        return []
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        entries, whose = body["entries"], (body["kernel"], body["device"])
+        if all(isinstance(entry["when"], dict) for entry in entries):
+            if whose == (kernel, HARDWARE[target].device_kind):
+                return entries
+            raise ValueError(f"tune: {path} is for {whose[0]} on {whose[1]}; give another --out.")
+    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError):
+        pass
+    raise ValueError(f"tune: {path} is no file of tuned blocks; delete it, or give another --out.")
+
+
+def _merge(kernel: str, target: str, found: Sequence[Tuned], path: Path) -> None:
     module = kernel_programs(kernel)
-    old = json.loads(path.read_text())["entries"] if path.is_file() else []
+    old = read(kernel, target, path)
     new = [
         {
             "when": module.sizes(tuned.workload.op, tuned.workload.case),
@@ -134,8 +165,7 @@ def write(kernel: str, target: str, found: Sequence[Tuned], path: Path) -> None:
         "modelled": datetime.date.today().isoformat(),
         "entries": sorted(entries, key=lambda entry: json.dumps(entry["when"], sort_keys=True)),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(body, indent=2) + "\n")
+    replace_text(path, json.dumps(body, indent=2) + "\n")
 
 
 def _rounded(value: float | None) -> float | None:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -36,13 +38,43 @@ DUMP_FLAGS = {
 
 def main(kind: str) -> None:
     jobs, answers = _take_pipes()
+    sys.path.append(os.getcwd())  # last, so that nothing there stands for another module
     with tempfile.TemporaryDirectory(prefix="pallas-hub-aot-") as folder:
+        _end_with_parent(folder)
         dump = Path(folder)
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag.format(dump=dump) for flag in DUMP_FLAGS[kind])
         for line in jobs:
-            answers.write(json.dumps(_run(json.loads(line), kind, dump)) + "\n")
+            answer = _run_here(json.loads(line), kind, dump)
+            answers.write(json.dumps(answer) + "\n")
             answers.flush()
             _clear(dump)
+
+
+def _end_with_parent(folder: str) -> None:
+    """Killed, the parent leaves a worker that may hang in the compiler, or wait for jobs while a fork has its pipe."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        shutil.rmtree(folder, ignore_errors=True)
+        own = Path(folder).parent
+        if own.name.startswith("pallas-hub-worker-"):  # the parent made it for this worker alone
+            shutil.rmtree(own, ignore_errors=True)
+        # With what the programs have forked, if this worker leads its session as the parent lets it.
+        os.killpg(0, signal.SIGKILL) if os.getpgrp() == os.getpid() else os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _run_here(job: dict[str, Any], kind: str, dump: Path) -> dict[str, Any]:
+    """A program that forks comes back twice: only this process may answer, and clear the folder."""
+    me = os.getpid()
+    try:
+        return _run(job, kind, dump)
+    finally:
+        if os.getpid() != me:
+            os._exit(1)
 
 
 def _take_pipes() -> tuple[IO[str], IO[str]]:

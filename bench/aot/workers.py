@@ -2,7 +2,8 @@
 
 libtpu may abort its process, and reads its dump options once per process. So there are workers for each kind of dump,
 and a program that fails in a worker which has served others is tried once more in a new one: what it is then told is
-its own doing. A worker that was killed, ran out of time or has served MOST programs is replaced.
+its own doing. A worker that was killed, ran out of time or has served MOST programs is replaced. Each leads a
+session of its own: Ctrl-C does not reach it, and what a program has forked ends with it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -110,6 +113,7 @@ class _Worker:
         environment = os.environ | {
             "TMPDIR": self._folder.name,
             "PYTHONPATH": _python_path(),
+            "PYTHONSAFEPATH": "1",  # a jax.py in the working folder is not JAX
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         }
         environment.pop("LIBTPU_INIT_ARGS", None)
@@ -120,6 +124,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
+                start_new_session=True,
             )
 
     def ask(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -128,8 +133,8 @@ class _Worker:
         try:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
-            if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-                self._process.kill()
+            if not self._answers_within(timeout_s):
+                self._kill()
                 self._end()
                 return {"status": "timed out", "reason": f"no answer from the compiler within {timeout_s:g} s"}
             return json.loads(self._process.stdout.readline())
@@ -138,8 +143,18 @@ class _Worker:
             stderr = self._stderr_path.read_bytes()[said:].decode(errors="replace")
             return {"status": "crashed", "reason": _last_words(code, stderr)}
 
+    def _answers_within(self, timeout_s: float) -> bool:
+        """Is there something to read, or the worker gone? What it forked may keep its pipe open."""
+        end = time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0:
+            if select.select([self._process.stdout], [], [], min(left, 1.0))[0]:
+                return True
+            if self._process.poll() is not None:
+                raise BrokenPipeError("the worker ended without an answer")
+        return False
+
     def stop(self) -> None:
-        self._process.kill()
+        self._kill()
         self._end()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):  # what was still to be written has no reader
@@ -152,8 +167,13 @@ class _Worker:
         try:
             return self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             return self._process.wait()
+
+    def _kill(self) -> None:
+        """The worker, and what its programs have forked."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _python_path() -> str:
@@ -165,8 +185,10 @@ def _python_path() -> str:
 
 
 def _last_words(code: int, stderr: str) -> str:
-    if code == -9:
+    if code == -signal.SIGKILL:
         return "the process was killed (out of memory?)"
+    if code in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
+        return f"the process was killed (signal {-code})"
     # A fatal log line: F, date, time, process, place in the source], message.
     fatal = re.search(r"^F\d{4} [^]]*\] (.*)|(Check failed.*)", stderr, re.MULTILINE)
     text = (fatal[1] or fatal[2]) if fatal else _last_line(stderr)

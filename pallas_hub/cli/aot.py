@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+_LONGEST_S = 86_400  # of one program
 
 _EPILOG = """\
 examples:
@@ -32,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", metavar="KERNEL", help="rms-norm, ragged-dot, or path/to/file.py:function")
+    parser.add_argument("what", metavar="KERNEL", help="rms-norm, ragged-dot, moe-experts, or path/to/file.py:function")
     parser.add_argument(
         "--target", action="extend", type=_names, metavar="T,T", help="of v5e, v5p, v6e, tpu7x; default: all"
     )
@@ -44,15 +48,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--op", action="extend", type=_names, default=[], metavar="OP", help="only these ops, e.g. forward"
     )
     parser.add_argument(
-        "--vs", action="extend", type=_names, default=[], metavar="WHO", help="peers: jax, tokamax, xla, ..."
+        "--vs",
+        action="extend",
+        type=_names,
+        default=[],
+        metavar="WHO",
+        help="peers: xla; not for rms-norm: jax, tokamax; for moe-experts also products, batched_mm",
     )
     parser.add_argument("--arg", action="append", default=[], metavar="SPEC", help="bf16[512,2048], or a .npy file")
     parser.add_argument("--workers", type=_positive, metavar="N", help="processes at once; default: one per core")
-    parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="seconds per program (default: 180)")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=180.0, metavar="S", help="seconds per program (default: 180)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON; - prints it")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the tables as a page")
-    parser.add_argument("--check", action="store_true", help="compare with the committed baseline; 1 when worse")
-    parser.add_argument("--update", action="store_true", help="record these numbers as the baseline")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the tables as a page; - prints it")
+    baseline = parser.add_mutually_exclusive_group()
+    baseline.add_argument("--check", action="store_true", help="compare with the committed baseline; 1 when worse")
+    baseline.add_argument("--update", action="store_true", help="record these numbers as the baseline")
     parser.set_defaults(run=run)
 
 
@@ -63,12 +75,16 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="m=M,...",
         help="sizes of your own, in the kernel's letters: m=4096,n=5120 (and residual, float32, ...) for rms-norm, "
-        "m=512,k=2048,n=1536,g=128 for ragged-dot, whose rows then go to groups at random (seed 0); repeatable",
+        "m=512,k=2048,n=1536,g=128 for ragged-dot, t=64,h=2048,i=768,e=128,k=8 for moe-experts; rows go to groups and "
+        "tokens to experts at random (seed 0); repeatable",
     )
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(f"takes names with commas between them; got {text!r}")
+    return names
 
 
 def _positive(text: str) -> int:
@@ -78,8 +94,17 @@ def _positive(text: str) -> int:
     return value
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"must be more than 0 and at most {_LONGEST_S} seconds; got {text}")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     try:
+        _check_outputs(args)
+        args.target = list(dict.fromkeys(args.target or ()))
         if ":" in args.what:
             return _run_function(args)
         if args.arg:
@@ -107,10 +132,10 @@ def _run_kernel(args: argparse.Namespace) -> int:
         on_done=_progress,
     )
     if args.html:
-        args.html.write_text(table.as_html(rows))
+        _write(args.html, table.as_html(rows))
     if args.json:
-        _write_json(args.json, table.as_json(rows))
-    if str(args.json) != "-":
+        _write(args.json, json.dumps(table.as_json(rows), indent=2))
+    if not _is_printed(args.json) and not _is_printed(args.html):
         print(table.text(rows))
     return 0 if all(row.report.status in ("compiled", "no estimate") for row in rows if row.impl == "ours") else 1
 
@@ -129,15 +154,17 @@ def _run_function(args: argparse.Namespace) -> int:
     require_libtpu()
     targets = args.target or list(HARDWARE)
     check_targets(targets)
-    find_function(args.what)  # mistakes in the name or in an argument are told before anything is compiled
-    for text in args.arg:
+    for text in args.arg:  # mistakes in an argument or the name are told before anything is compiled
         parse_argument(text)
+    import jax  # noqa: F401  (before the file's folder is looked in: a jax.py there is not JAX)
+
+    _import(find_function, args.what)
     jobs = [Job(target, {"function": args.what, "args": args.arg, "static": {}}, {}, args.what) for target in targets]
     results = run_jobs(jobs, workers=args.workers, timeout_s=args.timeout)
     reports = [build_report(job, result) for job, result in zip(jobs, results, strict=True)]
     if args.json:
-        _write_json(args.json, [report.as_numbers() for report in reports])
-    if str(args.json) != "-":
+        _write(args.json, json.dumps([report.as_numbers() for report in reports], indent=2))
+    if not _is_printed(args.json):
         print(table.report_text(reports))
     return 0 if all(report.status in ("compiled", "no estimate") for report in reports) else 1
 
@@ -148,6 +175,8 @@ def _run_baseline(args: argparse.Namespace) -> int:
 
     if args.shape:
         raise ValueError("--check and --update go with --workload: a baseline holds the kernel's own workloads.")
+    if args.vs or args.json or args.html:
+        raise ValueError("--vs, --json and --html do not go with --check and --update, which compare numbers only.")
     targets: Sequence[str] = args.target or list(HARDWARE)
     options: dict[str, Any] = {"workers": args.workers, "timeout_s": args.timeout, "on_done": _progress}
     if args.update:
@@ -163,9 +192,39 @@ def _progress(line: str, done: int, total: int) -> None:
     print(f"[{done}/{total}] {line}", file=sys.stderr, flush=True)
 
 
-def _write_json(path: Path, data: Any) -> None:
-    text = json.dumps(data, indent=2)
-    if str(path) == "-":
+def _import(find_function: Callable[[str], Any], name: str) -> None:
+    """Look the function up in its file, whatever that does when it is imported.
+
+    Raises   ValueError, ImportError: no such file or function, or the import failed.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's
+            find_function(name)
+    except (ValueError, ImportError):
+        raise
+    except (Exception, SystemExit) as error:
+        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        raise ValueError(f"{name!r}: importing it failed: {said}") from error
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    from pallas_hub.bench.aot.files import check_writable
+
+    for name in ("json", "html"):
+        if (path := getattr(args, name)) and not _is_printed(path):
+            check_writable(path, f"--{name}")
+    if _is_printed(args.json) and _is_printed(args.html):
+        raise ValueError("--json - and --html - would print both to one place; name a file for one of them.")
+
+
+def _is_printed(path: Path | None) -> bool:
+    return str(path) == "-"
+
+
+def _write(path: Path, text: str) -> None:
+    from pallas_hub.bench.aot.files import replace_text
+
+    if _is_printed(path):
         print(text)
     else:
-        path.write_text(text + "\n")
+        replace_text(path, text + "\n")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pallas_hub.cli.aot import _names, _positive, _progress, add_shape
+from pallas_hub.cli.aot import _names, _positive, _progress, _seconds, add_shape
 
 _EPILOG = """\
 examples:
@@ -37,15 +37,21 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--op", action="extend", type=_names, default=[], metavar="OP", help="only these ops, e.g. forward"
     )
-    parser.add_argument("--limit", type=_positive, metavar="N", help="candidates per workload; default: all")
+    parser.add_argument(
+        "--limit", type=_positive, metavar="N", help="candidates per workload, beside its default; default: all"
+    )
     parser.add_argument("--workers", type=_positive, metavar="N", help="processes at once; default: one per core")
-    parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="seconds per candidate")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: tuning/<target>.json in the kernel's folder")
+    parser.add_argument("--timeout", type=_seconds, default=180.0, metavar="S", help="seconds per candidate")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: tuning/tpu_<target>.json in the kernel's folder"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from pallas_hub.bench.aot import tuning
+    from pallas_hub.bench.aot.files import check_writable
+    from pallas_hub.bench.aot.hardware import HARDWARE
     from pallas_hub.bench.aot.kernels import choose_workloads
     from pallas_hub.bench.kernel_source import kernel_folder
 
@@ -61,6 +67,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         workloads = choose_workloads(args.kernel, args.workload, args.op, args.shape)
         path = args.out or kernel_folder(args.kernel) / "tuning" / f"tpu_{args.target}.json"
+        check_writable(path, "--out")
+        if args.target in HARDWARE:
+            tuning.read(
+                args.kernel, args.target, path
+            )  # what it can't be merged into is told before minutes of compiling
         tuning.tune(
             args.kernel,
             workloads,

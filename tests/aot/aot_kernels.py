@@ -131,6 +131,26 @@ def exits(x):
     raise SystemExit("enough")
 
 
+def forks(x):
+    """Two processes go on from here, with the same pipes."""
+    import os
+    import time
+
+    if os.fork() == 0:
+        time.sleep(1)
+    return add_one(x)
+
+
+def forks_and_aborts(x):
+    import os
+    import time
+
+    if os.fork() == 0:
+        time.sleep(600)
+    os.abort()
+    return x
+
+
 def kills_a_used_process(x):
     """Stands for a compiler that only an earlier program of the same process has upset."""
     import os

@@ -90,7 +90,7 @@ def test_worsened_numbers_fail_the_command(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kernel", ["rms-norm", "ragged-dot"])
+@pytest.mark.parametrize("kernel", sorted(path.stem for path in baseline.FOLDER.glob("*.json")))
 def test_every_recorded_kernel_compiles_and_is_not_worse(kernel):
     """All workloads, ops and targets of the committed file, at the blocks that the kernel takes by itself."""
     result = baseline.check(kernel, list(HARDWARE), [], [])
@@ -114,3 +114,8 @@ def test_every_tuned_configuration_compiles(kernel):
         pytest.skip("skipped: no tuned blocks are shipped for this kernel")
     for wish, report in zip(wishes, compile_wishes(wishes, around=False), strict=True):
         assert report.status == "compiled", (wish, report.reason)
+
+
+def test_every_kernel_has_a_baseline():
+    kernels = {path.parent.name for path in kernel_folder("rms-norm").parents[2].glob("*/build.toml")}
+    assert {path.stem for path in baseline.FOLDER.glob("*.json")} == kernels

@@ -143,6 +143,84 @@ def test_mistakes_are_told_in_one_line(command, words, monkeypatch, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import sys; sys.exit(0)", "importing it failed: SystemExit: 0"),
+        ("raise RuntimeError('boom')", "importing it failed: RuntimeError: boom"),
+        ("def f(:", "importing it failed: SyntaxError: invalid syntax"),
+        ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
+    ],
+)
+def test_a_file_that_fails_at_import_is_told_in_one_line(text, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner_module, "require_libtpu", lambda: None)
+    (tmp_path / "mine.py").write_text(text)
+    assert main(["aot", f"{tmp_path}/mine.py:f"]) == 1
+    out, err = capsys.readouterr()
+    assert words in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_what_a_file_prints_at_import_is_not_in_the_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner_module, "require_libtpu", lambda: None)
+    monkeypatch.setattr(runner_module, "run_jobs", lambda jobs, **_: [{"status": "refused", "reason": "no"}])
+    (tmp_path / "json.py").write_text("print('here I am')\ndef f(x):\n    return x\n")
+    assert main(["aot", f"{tmp_path}/json.py:f", "--arg", "f32[8]", "--target", "v6e", "--json", "-"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)[0]["reason"] == "no"
+    assert "here I am" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--json", "{folder}"], "--json takes a file; got the folder {folder}."),
+        (["--html", "{folder}"], "--html takes a file; got the folder {folder}."),
+        (["--json", "-", "--html", "-"], "--json - and --html - would print both to one place"),
+        (["--check", "--json", "-"], "--vs, --json and --html do not go with --check and --update"),
+        (["--update", "--vs", "jax"], "--vs, --json and --html do not go with --check and --update"),
+    ],
+)
+def test_outputs_are_checked_before_anything_is_compiled(options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "run_jobs", lambda *_, **__: pytest.fail("compiled"))
+    assert main([*COMMAND, *(option.format(folder=tmp_path) for option in options)]) == 1
+    assert words.format(folder=tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "--out takes a file; got the folder"), ("{", "is no file of tuned blocks; delete it, or give another")],
+)
+def test_where_tune_can_not_write_is_told_before_anything_is_compiled(text, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "run_jobs", lambda *_, **__: pytest.fail("compiled"))
+    out = tmp_path / "out"
+    out.mkdir() if text is None else out.write_text(text)
+    assert main(["tune", *COMMAND[1:], "--out", str(out)]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e9"])
+@pytest.mark.parametrize("command", [COMMAND, ["tune", *COMMAND[1:]]])
+def test_no_time_limit_is_told(command, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--timeout", value])
+    assert f"--timeout: must be more than 0 and at most 86400 seconds; got {value}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--workload", "--target", "--op", "--vs"])
+def test_no_name_is_not_every_name(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["aot", "ragged-dot", option, " , "])
+    assert f"{option}: takes names with commas between them; got ' , '" in capsys.readouterr().err
+
+
+def test_a_name_given_twice_counts_once_and_a_page_can_be_printed(compiled, capsys):
+    assert main([*COMMAND, "--target", "v6e,v6e", "--html", "-"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("<!doctype html>")
+    assert out.count("<tr class=ours>") == 1
+
+
 def test_arguments(tmp_path):
     import numpy as np
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -121,6 +123,15 @@ def test_abort_of_the_dump_only_is_no_estimate_not_broken(tmp_path, monkeypatch)
     assert result["traffic"][0]["bytes"] == 2 * 64 * 128 * 4  # what was counted stays
 
 
+def test_a_killed_process_is_no_abort_of_the_dump(tmp_path, monkeypatch):
+    """It says nothing of the kernel: neither that it compiles without an estimate, nor anything to remember."""
+    killed = {"status": "crashed", "reason": "the process was killed (out of memory?)"}
+    monkeypatch.setattr(Workers, "run", lambda self, job, **_: killed)
+    (result,) = run(tmp_path, job("add_one", "f32[64,128]"))
+    assert result == killed | {"cached": False}
+    assert not list(tmp_path.glob("*.json"))
+
+
 @pytest.fixture
 def started(monkeypatch):
     """Every worker process that is started."""
@@ -166,6 +177,78 @@ def test_abort_in_a_used_process_is_tried_once_more_in_a_new_one(tmp_path, start
 def test_what_traced_code_prints_is_no_answer(tmp_path):
     (result,) = run(tmp_path, job("prints", "f32[8,128]"))
     assert result["status"] == "compiled"
+
+
+def test_what_a_program_forks_answers_nothing_and_does_not_stay(tmp_path, started):
+    """Else its answer would be taken for that of the next program."""
+    jobs = [job("forks", "f32[64,128]"), job("add_one", "f32[128,128]"), job("forks_and_aborts", "f32[8,128]")]
+    results = run(tmp_path, *jobs, timeout_s=60)
+    assert [result["status"] for result in results] == ["compiled", "compiled", "crashed"]
+    assert [result["traffic"][0]["bytes"] for result in results[:2]] == [2 * 64 * 128 * 4, 2 * 128 * 128 * 4]
+    assert "signal 6" in results[2]["reason"]
+    for worker in started:
+        assert not _runs(worker._process.pid)
+
+
+def _runs(group):
+    """Is anything of this process group left, that has not ended and only waits to be asked for its exit code?"""
+    found = subprocess.run(["ps", "-e", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    return any(line.split()[0] == str(group) and "Z" not in line.split()[1] for line in found.splitlines())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_killed_command_leaves_no_worker_and_no_folder(tmp_path, number):
+    """The workers hang, so that they don't notice by themselves that nobody waits for their answer."""
+    command = [sys.executable, "-m", "pallas_hub", "aot", f"{KERNELS}:never_returns", "--arg", "f32[8,128]"]
+    environment = os.environ | {
+        "PALLAS_HUB_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "TMPDIR": str(tmp_path),
+    }
+    process = subprocess.Popen([*command, "--target", "v6e"], env=environment)
+
+    def workers():
+        return [path for path in tmp_path.glob("pallas-hub-worker-*") if any(path.glob("pallas-hub-aot-*"))]
+
+    _wait_until(workers)
+    assert len(_started_under(tmp_path)) == 2
+    time.sleep(1)
+    process.send_signal(number)
+    process.wait(timeout=30)
+    _wait_until(lambda: not list(tmp_path.glob("pallas-hub-*")))
+    _wait_until(lambda: not _started_under(tmp_path))
+
+
+def _started_under(folder):
+    """Processes whose environment names the folder; one that has ended has no environment any more."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] if str(folder).encode() in path.read_bytes() else []
+    return found
+
+
+def _wait_until(holds, seconds=60):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def test_a_file_called_jax_in_the_working_folder_is_not_jax(tmp_path, monkeypatch):
+    (tmp_path / "jax.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    (result,) = run(tmp_path / "cache", job("add_one", "f32[64,128]"))
+    assert result["status"] == "compiled", result
+
+
+def test_a_module_in_the_working_folder_is_found(tmp_path, monkeypatch):
+    (tmp_path / "a_module_in_the_folder.py").write_text("def f(x):\n    return x + 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    named = {"function": "a_module_in_the_folder:f", "args": ["f32[64,128]"], "static": {}}
+    (result,) = run(tmp_path / "cache", Job("v6e", named, {}, "f"))
+    assert result["status"] == "compiled", result
 
 
 def test_closed_workers_stop_what_they_do(started):
@@ -221,6 +304,8 @@ def test_interrupted_what_has_not_begun_never_does(tmp_path, monkeypatch):
         (1, "Traceback\nValueError: no\n", "exit code 1: ValueError: no"),
         (3, "", "exit code 3: no message"),
         (-9, "anything", "the process was killed (out of memory?)"),
+        (-15, "anything", "the process was killed (signal 15)"),
+        (-2, "KeyboardInterrupt", "the process was killed (signal 2)"),
     ],
 )
 def test_last_words(code, stderr, words):

@@ -78,6 +78,12 @@ def test_a_failing_default_is_replaced():
     assert tuned.gain == 0.0
 
 
+@pytest.mark.parametrize("status", ["timed out", "crashed", "no estimate"])
+def test_a_default_without_a_time_stays(status):
+    tuned = tuning.choose(WORKLOAD, blocks(128, 64), [report(None, status=status, reason="x"), report(70.0)])
+    assert (tuned.is_default, tuned.use["block_m"]) == (True, 128)
+
+
 def test_file_says_device_versions_date_and_gain_and_keeps_other_entries(tmp_path):
     path = tmp_path / "tuning" / "tpu_v6e.json"
     tuned = tuning.choose(WORKLOAD, blocks(128, 64), [report(50.0), report(40.0)])

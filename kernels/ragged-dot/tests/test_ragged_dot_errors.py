@@ -218,6 +218,8 @@ LAYER = {
             r"activation must be a function or one of silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh; got \"swish\"\.",
         ),
         ({"gate": "split"}, ValueError, r"gate must be \"concatenated\", \"interleaved\", None or a function; got \"split\"\."),
+        ({"down_proj": None}, TypeError, r"down_proj must be a tensor; got None\. Only gate_up_bias and down_bias may be left out\."),
+        ({"hidden_states": [[1.0]]}, TypeError, r"hidden_states must be a tensor; got list\. Try torch\.tensor\(hidden_states\)\."),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )  # fmt: skip

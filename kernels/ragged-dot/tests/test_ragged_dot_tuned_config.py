@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -140,6 +141,40 @@ def test_a_broken_file_leaves_the_others_alone(folder):
     write(folder, {"when": SHAPE, "use": USE})
     (folder / "a.json").write_text("{")
     assert choose()[0] == Config(**USE)
+
+
+def test_two_files_of_one_device_count_together(folder):
+    write(folder, {"when": SHAPE, "use": USE})
+    other = {"when": SHAPE | {"m": 4096}, "use": USE | {"block_m": 32}}
+    body = {"kernel": "ragged-dot", "device": KIND, "entries": [other]}
+    (folder / "z.json").write_text(json.dumps(body))
+    assert choose()[0] == Config(**USE)
+    assert choose(m=4096)[0].block_m == 32
+
+
+def make_folder(path):
+    path.mkdir()
+
+
+def make_large(path):
+    path.touch()
+    os.truncate(path, tuning.LARGEST_FILE + 1)
+
+
+def make_link_to_itself(path):
+    path.symlink_to(path)
+
+
+def make_link_without_end(path):
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, make_folder, make_large, make_link_to_itself, make_link_without_end])
+def test_what_can_not_be_read_to_its_end_is_not_used(folder, make, caplog):
+    write(folder, {"when": SHAPE, "use": USE})
+    make(folder / "a.json")
+    assert choose()[0] == Config(**USE)
+    assert "a.json are not used: " in caplog.text
 
 
 def test_debug_messages_tell_which_blocks_were_taken(folder, caplog):

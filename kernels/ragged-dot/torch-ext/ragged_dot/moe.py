@@ -169,9 +169,16 @@ def _check(
     gated: bool,
     transposed: bool,
 ) -> None:
-    op, t = "moe_experts", hidden_states.shape[0] if hidden_states.dim() else 0
+    op = "moe_experts"
     tensors = {"hidden_states": hidden_states, "gate_up_proj": gate_up_proj, "down_proj": down_proj}
-    check_one_device(op, {**tensors, "top_k_index": top_k_index, "top_k_weights": top_k_weights, **biases})
+    needed = {**tensors, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    for name, tensor in needed.items():
+        if tensor is None:  # which check_one_device takes for a bias left out
+            raise TypeError(
+                f"{op}: {name} must be a tensor; got None. Only gate_up_bias and down_bias may be left out."
+            )
+    check_one_device(op, {**needed, **biases})
+    t = hidden_states.shape[0] if hidden_states.dim() else 0
     e, h, i = check_layer(op, tensors, gated, transposed)
     if top_k_index.dim() != 2 or top_k_index.shape[0] != t:
         raise ValueError(
