@@ -104,11 +104,6 @@ def test_edge_cases_match_loop(case):
     check(case, config=small_blocks(case))
 
 
-@pytest.mark.parametrize("case", [EDGE_CASES[1], EDGE_CASES[2]], ids=lambda case: case.id)
-def test_chosen_blocks_match_loop(case):
-    check(case)
-
-
 @pytest.mark.parametrize("case", [EDGE_CASES[1], EDGE_CASES[5]], ids=lambda case: case.id)
 def test_products_match_loop(case):
     check(case, function=products)
@@ -138,7 +133,7 @@ def test_reference_matches_loop(case):
 
 
 def test_bfloat16_is_no_worse_than_products():
-    case = PREFILLED[1]
+    case = replace(PREFILLED[1], i=24)
     errors = {}
     for variant in ("decode", "prefill", "products"):
         function, options = VARIANTS[variant]
@@ -195,7 +190,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(case=cases, data=st.data())
 def test_any_sizes_match_loop(case, data):
     case = replace(case, top_k=data.draw(st.integers(1, case.routed or case.e), label="top_k"))

@@ -155,9 +155,10 @@ def test_wide_weights_of_narrow_hidden_states(wide):
     assert got.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("case", [SMALL, OSS], ids=lambda case: case.id)
-def test_opcheck(case):
-    for dtype in (torch.float32, torch.bfloat16):
-        arguments, names = call_of(case, dtype)
-        attributes = (case.activation, case.gate, case.limit, case.transposed)
-        torch.library.opcheck(_fused.overload, (*arguments, names["gate_up_bias"], names["down_bias"], *attributes))
+@pytest.mark.parametrize(
+    ("case", "dtype"), [(SMALL, torch.float32), (OSS, torch.bfloat16)], ids=["float32", "bfloat16"]
+)
+def test_opcheck(case, dtype):
+    arguments, names = call_of(case, dtype)
+    attributes = (case.activation, case.gate, case.limit, case.transposed)
+    torch.library.opcheck(_fused.overload, (*arguments, names["gate_up_bias"], names["down_bias"], *attributes))

@@ -223,8 +223,9 @@ def test_activations_of_one_type_are_told_apart(wrap):
         Given(torch.nn.SiLU()),
         torch.nn.SiLU().forward,
         functools.partial(torch.where, torch.tensor(True)),
+        functools.partial(torch.nn.PReLU(init=0.0)),
     ],
-    ids=["learns", "modules", "module", "method", "tensor"],
+    ids=["learns", "modules", "module", "method", "tensor", "partial"],
 )
 def test_what_may_change_or_differ_unseen_stays_a_function(act):
     module = Module(act)

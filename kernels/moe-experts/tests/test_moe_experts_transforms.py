@@ -147,13 +147,6 @@ def test_autocast_computes_in_its_dtype():
     torch.testing.assert_close(out, narrow.float(), rtol=0.02, atol=0.02)
 
 
-def test_the_interpreted_kernel_and_the_gradients_of_its_products():
-    arguments = _layer(5)
-    wanted = _with_gradients(_oss, arguments)
-    with use_path("interpret"):
-        _assert_all_close(_with_gradients(_oss, arguments), wanted)
-
-
 ON_TPU = """
 import torch
 import torch_tpu._loader

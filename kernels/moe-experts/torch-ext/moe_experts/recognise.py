@@ -86,9 +86,10 @@ def _parts(function: Any) -> Any:
         return type(function)
     if isinstance(function, functools.partial):
         named = tuple(sorted(function.keywords.items()))
-        parts = (_parts(function.func), *function.args, *named)
-        held = (*function.args, *function.keywords.values())
-        return parts if all(isinstance(value, _PLAIN) for value in held) else _NOT_PLAIN
+        plain = all(isinstance(value, _PLAIN) for value in (*function.args, *function.keywords.values()))
+        return (
+            (function.func, *function.args, *named) if plain and isinstance(function.func, _FUNCTIONS) else _NOT_PLAIN
+        )
     return function if isinstance(function, _FUNCTIONS) else _NOT_PLAIN
 
 
