@@ -88,7 +88,7 @@ def test_models_decode_by_the_fused_kernel(model, tokens):
     assert isinstance(choose(sizes_of(model.case(tokens)), 2), DecodeConfig)
 
 
-def test_the_first_block_is_small_where_few_experts_are_visited():
+def test_the_first_block_is_small_where_few_slots_are_served():
     few, many = (choose(sizes_of(QWEN.case(tokens)), 2) for tokens in (1, 64))
     assert few.block_h < many.block_h
-    assert few == choose(sizes_of(QWEN.case(64, experts_here=16)), 2)
+    assert many == choose(sizes_of(QWEN.case(64, experts_here=16)), 2)  # a step of more tokens takes longer

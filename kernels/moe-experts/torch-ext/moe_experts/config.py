@@ -62,9 +62,9 @@ def choose(sizes: Sizes, item: int, device_kind: str | None = None) -> Config:
 
 
 def choose_decode(sizes: Sizes, item: int, vmem_limit_bytes: int = DECODE_VMEM_LIMIT_BYTES) -> DecodeConfig | None:
-    # The first block is read while nothing else runs: with few visits it should be small.
-    visits = min(sizes.e, sizes.t * sizes.top_k)
-    wanted = SHORT_BLOCK_BYTES if visits <= 16 else LONG_BLOCK_BYTES
+    # The first block is read while nothing else runs: with few visits it should be small. More tokens need longer
+    # blocks, since a step takes some hundred bundles whatever its length.
+    wanted = SHORT_BLOCK_BYTES if sizes.t * sizes.top_k <= 16 else LONG_BLOCK_BYTES
     fitting = [
         config
         for config in (DecodeConfig(block_h, vmem_limit_bytes=vmem_limit_bytes) for block_h in blocks_of(sizes.h))

@@ -37,7 +37,7 @@ from .routing import experts_in_use
 
 
 def decode(x, gate_up, down, index, weights, biases, *, sizes: Sizes, gating: Gating, config: DecodeConfig, interpret):
-    """Arguments as in kernel.py, index int32 and weights float32; biases (e, 1, w) and (e, 1, h), or empty."""
+    """As in kernel.py; index int32, of any value, weights float32; biases (e, 1, w) and (e, 1, h), or empty."""
     t, h, w, i = sizes.t, sizes.h, sizes.w, sizes.i
     block_h, transposed = config.block_h, sizes.transposed
     blocks = h // block_h
@@ -113,9 +113,9 @@ def _visit(
     def _():
         sums_ref[...] = jnp.zeros_like(sums_ref)
 
-    before = jnp.where(visit > 0, table_ref[jnp.maximum(visit - 1, 0)], -1)
-    served = index_ref[...] == before  # (t, top_k)
-    serves = jnp.max(served.astype(jnp.float32), axis=1, keepdims=True) > 0  # (t, 1)
+    served = index_ref[...] == table_ref[jnp.maximum(visit - 1, 0)]  # (t, top_k)
+    least = jnp.where(visit > 0, 0.5, 2.0)  # in the first round there is no expert before: nobody is served
+    serves = jnp.max(served.astype(jnp.float32), axis=1, keepdims=True) > least  # (t, 1)
     weight = jnp.sum(jnp.where(served, weights_ref[...], 0.0), axis=1, keepdims=True)
 
     def add_results(start, size):

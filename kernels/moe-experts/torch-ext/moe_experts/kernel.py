@@ -52,24 +52,24 @@ def moe_experts_forward(
         return jnp.zeros((t, h), hidden_states.dtype)
     sizes = Sizes(t, h, w, i, e, top_k, transposed)
     index = top_k_index.astype(jnp.int32)
-    index = jnp.where((index >= 0) & (index < e), index, e)
     both = gate_up_bias is not None and down_bias is not None
     biases = (gate_up_bias[:, None, :], down_bias[:, None, :]) if both else ()
     experts = (gate_up_proj, down_proj)
-    routing = (index, top_k_weights.astype(jnp.float32))
+    weights = top_k_weights.astype(jnp.float32)
     common = {"gating": Gating(activation, gate, limit), "interpret": interpret}
     config = config or choose(sizes, hidden_states.dtype.itemsize, device_kind())
     if isinstance(config, DecodeConfig):
-        return decode(hidden_states, *experts, *routing, biases, sizes=sizes, config=config, **common)
+        return decode(hidden_states, *experts, index, weights, biases, sizes=sizes, config=config, **common)
+    index = jnp.where((index >= 0) & (index < e), index, e)
     if isinstance(config, PrefillConfig):
         run = functools.partial(prefill, config=config, sizes=replace(sizes, t=config.tokens), **common)
         return _in_calls(
             lambda x, index, weights: run(x, *experts, index, weights, biases),
             config.tokens,
-            (hidden_states, *_merge_choices(*routing, e)),
+            (hidden_states, *_merge_choices(index, weights, e)),
             fill=(0, e, 0),
         )
-    return by_products(hidden_states, *experts, *routing, biases, sizes=sizes, **common)
+    return by_products(hidden_states, *experts, index, weights, biases, sizes=sizes, **common)
 
 
 def _merge_choices(index, weights, e: int):

@@ -1,7 +1,7 @@
 """Which experts are in use, and the slots in the order of their experts: small tables, computed by XLA.
 
-A slot is one (token, choice) pair; there are s = t * top_k of them. kernel.py has made every index that is not an
-expert into e: such a slot adds nothing.
+A slot is one (token, choice) pair; there are s = t * top_k of them. Where slots are sorted, kernel.py has made every
+index that is not an expert into e: such a slot adds nothing.
 """
 
 from __future__ import annotations
