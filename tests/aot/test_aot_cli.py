@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ def answer(bundles=100, **changes):
         "xla": [{"name": "fusion", "opcode": "fusion", "cycles": 1750, "hbm_bytes": 820_000}],
         **changes,
     }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """The command puts the folder of a user's file on the path of its process, which here is the tests'."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
 
 
 @pytest.fixture
