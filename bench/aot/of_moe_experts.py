@@ -11,12 +11,12 @@ Tokens are routed by the case's sample (seed 0). bfloat16 throughout.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 from pallas_hub.bench.aot.hardware import HARDWARE
+from pallas_hub.bench.aot.of_ragged_dot import PEER_VMEM, peer_product, peer_vmem_bytes
 from pallas_hub.bench.aot.programs import Program, Workload
 from pallas_hub.bench.aot.shapes import is_shape, parse_shape
 from pallas_hub.bench.kernel_source import load_jax_module
@@ -24,8 +24,6 @@ from pallas_hub.bench.kernel_source import load_jax_module
 OPS = ("forward",)
 PEERS = ("products", "jax", "tokamax", "xla", "batched_mm")
 ITEM = 2  # bytes of a bfloat16
-# Neither peer asks for VMEM itself, and the default limit is too small for their larger tiles.
-_PEER_VMEM: dict[str, str | bool] = {"xla_tpu_scoped_vmem_limit_kib": str(56 * 1024)}
 _EXAMPLE = {"t": 64, "h": 2048, "i": 768, "e": 128, "k": 8}
 
 
@@ -66,7 +64,7 @@ def build(op: str, case_name: str, impl: str, blocks: dict[str, int] | None) -> 
     elif impl == "batched_mm":
         fn = functools.partial(_batched, case)
     else:
-        fn, options = functools.partial(_composed, case, impl, blocks or {}), {} if impl == "xla" else _PEER_VMEM.copy()
+        fn, options = functools.partial(_composed, case, impl, blocks or {}), {} if impl == "xla" else PEER_VMEM.copy()
         if impl == "tokamax":  # its pipeline is written by hand; the copies are megablox's
             counted_as = (functools.partial(_composed, case, "jax", blocks or {}), args)
     note = f"tokens choose experts at random (seed 0): {in_use} of {case.e} are in use" if is_shape(case_name) else ""
@@ -88,7 +86,9 @@ def peer_blocks(op: str, case_name: str, target: str, impl: str) -> list[dict[st
     slots = case.t * case.top_k
 
     def widths(rows: int, k: int, n: int) -> list[int]:
-        return [columns for columns in (n, n // 2) if _vmem_bytes(rows, k, columns) < 40 << 20 and columns % 128 == 0]
+        return [
+            columns for columns in (n, n // 2) if peer_vmem_bytes(rows, k, columns) < 40 << 20 and columns % 128 == 0
+        ]
 
     tiles = [
         {"rows": rows, "first": first, "second": second}
@@ -142,10 +142,10 @@ def _composed(
     order = jnp.argsort(flat)
     sizes = jnp.bincount(flat, length=case.e).astype(jnp.int32)
     experts = jnp.minimum(flat[order], case.e - 1)
-    product = {"jax": _megablox, "tokamax": _tokamax, "xla": _xla}[impl]
 
     def linear(rows: Any, weight: Any, bias: Any, columns: str) -> Any:
-        out = product(rows, weight, sizes, not case.transposed, (tiles.get("rows"), rows.shape[1], tiles.get(columns)))
+        tile = [(tiles["rows"], rows.shape[1], tiles[columns])] if tiles else []  # XLA takes none
+        out = peer_product(impl, "forward", not case.transposed, *tile)(rows, weight, sizes)
         return out if bias is None else out + bias[experts]
 
     gating = load_jax_module("moe-experts", "gates").Gating(case.activation, case.gate, case.limit)
@@ -171,28 +171,3 @@ def _batched(case: Any, x: Any, gate_up: Any, down: Any, index: Any, weights: An
     y = linear(gated, down, biases[1]).reshape(case.t, case.top_k, case.h)
     weights = jnp.where(index < case.e, weights, 0)
     return jnp.sum(y * weights[..., None], axis=1).astype(x.dtype)
-
-
-def _megablox(lhs: Any, rhs: Any, sizes: Any, transposed: bool, tile: tuple) -> Any:
-    megablox = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
-    return megablox.gmm(lhs, rhs, sizes, preferred_element_type=lhs.dtype, tiling=tile, transpose_rhs=transposed)
-
-
-def _tokamax(lhs: Any, rhs: Any, sizes: Any, transposed: bool, tile: tuple) -> Any:
-    import jax
-
-    # The kernel under tokamax.ragged_dot, which chooses tiles by itself.
-    tokamax = importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel")
-    options = {"precision": jax.lax.Precision.DEFAULT, "out_dtype": lhs.dtype, "tiling": tile}
-    return tokamax.gmm(lhs, rhs, sizes, transpose_rhs=transposed, **options)
-
-
-def _xla(lhs: Any, rhs: Any, sizes: Any, transposed: bool, tile: tuple) -> Any:
-    import jax
-
-    return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if transposed else rhs, sizes)
-
-
-def _vmem_bytes(m: int, k: int, n: int) -> int:
-    """Every block twice, and a float32 accumulator."""
-    return 2 * (m * k + k * n + m * n) * ITEM + m * n * 4

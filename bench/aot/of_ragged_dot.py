@@ -24,7 +24,7 @@ OPS = ("forward", "forward-transposed", "backward-lhs", "backward-rhs")
 PEERS = ("jax", "tokamax", "xla", "xla-kernel")
 ITEM = 2  # bytes of a bfloat16
 # Neither peer asks for VMEM itself, and the default limit is too small for their larger tiles.
-_PEER_VMEM: dict[str, str | bool] = {"xla_tpu_scoped_vmem_limit_kib": str(56 * 1024)}
+PEER_VMEM: dict[str, str | bool] = {"xla_tpu_scoped_vmem_limit_kib": str(56 * 1024)}
 
 
 def cases() -> list[Workload]:
@@ -55,14 +55,14 @@ def build(op: str, case_name: str, impl: str, blocks: dict[str, int] | None) -> 
     if impl == "ours":
         fn = _ours(op, transposed, blocks)
     elif impl == "xla" or impl == "xla-kernel":
-        fn = _xla(op, transposed)
+        fn = peer_product("xla", op, transposed)
         if impl == "xla-kernel":
             options["xla_tpu_enable_ragged_dot_kernel"] = True
     else:
         tile = _tile(op, case, blocks or {})
-        fn, options = (_megablox if impl == "jax" else _tokamax)(op, transposed, tile), _PEER_VMEM.copy()
+        fn, options = peer_product(impl, op, transposed, tile), PEER_VMEM.copy()
         if impl == "tokamax":  # its pipeline is written by hand; the copies are megablox's
-            counted_as = (_megablox(op, transposed, tile), (left, right, sizes))
+            counted_as = (peer_product("jax", op, transposed, tile), (left, right, sizes))
     note = f"rows go to groups at random (seed 0): {_active(case)} of {g} have some" if is_shape(case_name) else ""
     return Program(fn, (left, right, sizes), _least_bytes(op, case), 2 * m * k * n, options, counted_as, note)
 
@@ -88,12 +88,12 @@ def peer_blocks(op: str, case_name: str, target: str, impl: str) -> list[dict[st
     tiles = [(min(own["block_m"], case.m), own["block_k"], own["block_n"])]
     # Peers need row tiles that divide m; m of a model case is a multiple of 8.
     for rows in [size for size in (128, 256) if case.m % size == 0] or [case.m]:
-        widths = [columns for columns in (n, n // 2) if _peer_vmem_bytes(rows, k, columns) < 40 << 20]
+        widths = [columns for columns in (n, n // 2) if peer_vmem_bytes(rows, k, columns) < 40 << 20]
         tiles += [(rows, k, columns) for columns in widths[:1]]
     return [dict(zip(("block_m", "block_k", "block_n"), tile, strict=True)) for tile in dict.fromkeys(tiles)]
 
 
-def _peer_vmem_bytes(m: int, k: int, n: int) -> int:
+def peer_vmem_bytes(m: int, k: int, n: int) -> int:
     """Every block twice, and a float32 accumulator."""
     return 2 * (m * k + k * n + m * n) * ITEM + m * n * 4
 
@@ -190,6 +190,13 @@ def _tile(op: str, case: Any, blocks: dict[str, int]) -> tuple[int, int, int]:
     k, n = _inner(op, case)
     rows = min(blocks.get("block_m", 128), case.m)
     return rows, min(blocks.get("block_k", 128), k), min(blocks.get("block_n", 128), n)
+
+
+def peer_product(impl: str, op: str, transposed: bool, tile: tuple[int, int, int] = (128, 128, 128)) -> Callable:
+    """One of OPS as (left, right, sizes) -> array, by megablox (jax), tokamax or, without a tile, xla."""
+    if impl == "xla":
+        return _xla(op, transposed)
+    return (_megablox if impl == "jax" else _tokamax)(op, transposed, tile)
 
 
 def _megablox(op: str, transposed: bool, tile: tuple[int, int, int]) -> Callable:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from ._ragged_dot.blocks import device_kind
+from ._bridge.tuning import device_kind
 from .config import Config, DecodeConfig, PrefillConfig, Sizes, choose
 from .decode import decode
 from .gates import Gating

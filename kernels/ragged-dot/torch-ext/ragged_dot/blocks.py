@@ -27,14 +27,6 @@ def item_bytes(*arrays: jax.Array) -> int:
     return max(4 if x.dtype == jnp.float16 else x.dtype.itemsize for x in arrays)
 
 
-def device_kind() -> str | None:
-    """The kind of TPU this trace is for, such as "TPU v6 lite", or None when it is not known."""
-    device = jax.config.jax_default_device  # pyrefly: ignore (made at run time)
-    if device is None and jax.default_backend() == "tpu":
-        device = jax.devices()[0]
-    return getattr(device, "device_kind", None)
-
-
 def column_chunks(n: int, chunk: int) -> Iterator[slice]:
     """Slices of an axis, for the compiler to multiply one after the other with fewer live registers."""
     for start in range(0, n, chunk):

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .blocks import column_chunks, device_kind, dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
+from ._bridge.tuning import device_kind
+from .blocks import column_chunks, dot_in_float32, for_kernel, item_bytes, kernel_out_dtype, load
 from .config import Config
 from .tuned import dtype_name, tuned_config
 from .visits import row_bounds, visits_of_rows

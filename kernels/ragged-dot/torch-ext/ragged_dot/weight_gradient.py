@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ._bridge.tuning import device_kind
 from .blocks import (
     column_chunks,
-    device_kind,
     dot_in_float32,
     for_kernel,
     item_bytes,
