@@ -5,7 +5,8 @@ In the sources these are links, so that there is one copy to edit; every build h
     _bridge      -> torch_bridge
     _ragged_dot  -> kernels/ragged-dot/torch-ext/ragged_dot, which brings its own _bridge
 
-In an installed copy of the sources the links are folders already, which are taken as they are.
+In an installed copy of the sources the links are folders already, which are taken as they are. Where a kernel has a
+tokamax.toml, what its package lacks is made of that.
 """
 
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from pallas_hub.registry.errors import SourceError
 from pallas_hub.registry.paths import Sources
+from pallas_hub.registry.tokamax_sources import RUNTIME_NAME, read_made_files
 
 BRIDGE = "_bridge"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -27,7 +29,8 @@ def read_package(name: str, sources: Sources, above: tuple[str, ...] = ()) -> tu
     package = sources.package(name)
     links = _links(package)
     others = {link: _kernel_behind(package / link, sources) for link in links if link != BRIDGE}
-    files = _collect(package, root=sources.folder(name), skip=(BRIDGE, *others))
+    files = _collect(package, root=sources.folder(name), skip=(BRIDGE, RUNTIME_NAME, *others))
+    files |= read_made_files(sources.folder(name), name, files)
     bridge = _bridge_folder(package, files, sources)
     if bridge is not None:
         files |= {f"{BRIDGE}/{path}": data for path, data in _collect(bridge, root=bridge).items()}

@@ -57,10 +57,10 @@ def read_source(name: str, sources: Sources = OUR_SOURCES) -> KernelSource:
     """Read kernels/<name>; links to the bridge and to other kernels are replaced by the files they point to."""
     folder = sources.folder(name)
     general = _read_general(folder / "build.toml", name)
-    package = sources.package(name)
-    if not (package / "__init__.py").is_file():
-        raise SourceError(f"{name}: {package / '__init__.py'} does not exist; it holds the kernel's public API.")
     files, vendored = read_package(name, sources)
+    if "__init__.py" not in files:
+        init = sources.package(name) / "__init__.py"
+        raise SourceError(f"{name}: {init} does not exist; it holds the kernel's public API.")
     return KernelSource(
         name=name,
         version=general["version"],

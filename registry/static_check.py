@@ -1,7 +1,8 @@
 """Rules for the Python of a published kernel, checked on the syntax tree: none of the kernel's code is run.
 
 A build variant is loaded from a cache folder, far from any package, so it may import the standard library, torch
-(with sympy, which it requires), jax (with numpy and ml_dtypes, which it requires) and, relatively, itself.
+(with sympy, which it requires), jax (with numpy and ml_dtypes, which it requires) and, relatively, itself. Kernels made
+from a tokamax.toml look tokamax up by name, when they are first called.
 """
 
 import ast
@@ -11,6 +12,9 @@ from collections.abc import Iterator
 from pallas_hub.registry.errors import BuildRefused
 
 ALLOWED_PACKAGES = frozenset({"torch", "sympy", "jax", "numpy", "ml_dtypes"})
+
+# Of these a kernel may be without until it is called: not `import tokamax`, but import_module("tokamax").
+LATE_PACKAGES = frozenset({"tokamax"})
 
 # What the kernels library accepts on a layer class, see kernels.layer._validate_layer.
 LAYER_MEMBERS = frozenset({"forward", "can_torch_compile", "has_backward"})
@@ -78,7 +82,7 @@ def _import_faults(path: str, tree: ast.Module, files: dict[str, bytes]) -> Iter
                 yield node.lineno, _foreign(f"from {node.module} import ...")
         elif isinstance(node, ast.ImportFrom):
             yield from _relative_faults(path, node, files)
-        elif isinstance(node, ast.Call) and (module := _dynamic_import(node)) and not _allowed(module):
+        elif isinstance(node, ast.Call) and (module := _dynamic_import(node)) and not _allowed_late(module):
             yield node.lineno, _foreign(f"import of {module!r} by name")
 
 
@@ -108,6 +112,10 @@ def _dynamic_import(node: ast.Call) -> str | None:
 def _allowed(module: str) -> bool:
     root = module.split(".")[0]
     return root in ALLOWED_PACKAGES or root in sys.stdlib_module_names
+
+
+def _allowed_late(module: str) -> bool:
+    return _allowed(module) or module.split(".")[0] in LATE_PACKAGES
 
 
 def _foreign(what: str) -> str:

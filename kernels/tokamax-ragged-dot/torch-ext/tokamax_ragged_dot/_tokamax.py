@@ -1,0 +1,1 @@
+../../../../registry/tokamax_runtime.py
