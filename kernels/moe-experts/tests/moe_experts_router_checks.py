@@ -20,6 +20,8 @@ class Route:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    best_of_group: int = 2
+    epsilon: float = 1e-20
     bias: bool = False
     dtype: str = "float32"
 
@@ -31,7 +33,7 @@ class Route:
 
     @property
     def options(self) -> dict[str, Any]:
-        names = ("top_k", "score", "renormalize", "scale", "groups", "top_groups")
+        names = ("top_k", "score", "renormalize", "scale", "groups", "top_groups", "best_of_group", "epsilon")
         return {name: getattr(self, name) for name in names}
 
 
@@ -50,6 +52,10 @@ ROUTES = [
     Route(4, 12, 3, groups=12, top_groups=5),  # groups of one expert
     Route(4, 16, 8, groups=2, top_groups=1),  # all experts of the group
     Route(4, 16, 2, groups=4, top_groups=4),  # no limit
+    Route(6, 40, 6, scale=16.0, groups=8, top_groups=3, best_of_group=1),
+    Route(5, 32, 4, "sigmoid", True, bias=True, epsilon=0.5),
+    Route(5, 32, 4, renormalize=True, epsilon=0.25, bias=True),
+    Route(5, 32, 4, renormalize=True, epsilon=0.0),
 ]
 
 
@@ -69,7 +75,7 @@ def loop(route: Route, logits, bias):
         scores = {"softmax": power / power.sum(), "sigmoid": 1 / (1 + np.exp(-x)), "topk_softmax": x}[route.score]
         choice = scores if bias is None else scores + bias
         size = route.e // route.groups
-        totals = [sum(sorted(choice[g * size : (g + 1) * size])[-2:]) for g in range(route.groups)]
+        totals = [sum(sorted(choice[g * size : (g + 1) * size])[-route.best_of_group :]) for g in range(route.groups)]
         kept = sorted(range(route.groups), key=lambda g: -totals[g])[: route.top_groups]
         allowed = [expert for expert in range(route.e) if expert // size in kept]
         chosen = sorted(allowed, key=lambda expert: -choice[expert])[: route.top_k]
@@ -77,7 +83,7 @@ def loop(route: Route, logits, bias):
         if route.score == "topk_softmax":
             w = np.exp(w - w.max()) / np.exp(w - w.max()).sum()
         elif route.renormalize:
-            w = w / w.sum()
+            w = w / (w.sum() + route.epsilon)
         weights[token], index[token] = w * route.scale, chosen
     return weights, index
 

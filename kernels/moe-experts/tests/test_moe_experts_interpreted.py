@@ -60,14 +60,15 @@ def small_blocks(case: Case) -> DecodeConfig:
     return DecodeConfig(block_h=128 if case.h % 128 == 0 else case.h, chunk=128)
 
 
-def prefill_blocks(case: Case, calls: int = 1) -> PrefillConfig:
+def prefill_blocks(case: Case, calls: int = 1, split: bool = False) -> PrefillConfig:
     """Several visits per expert, and the last of `calls` calls not full."""
-    return PrefillConfig(tokens=-(-case.t // calls), block_m=32, chunk=128)
+    return PrefillConfig(tokens=-(-case.t // calls), block_m=32, chunk=128, split=split)
 
 
 VARIANTS = {
     "decode": (forward, lambda case: {"config": small_blocks(case)}),
     "prefill": (forward, lambda case: {"config": prefill_blocks(case)}),
+    "split-prefill": (forward, lambda case: {"config": prefill_blocks(case, split=True)}),
     "products": (products, lambda case: {}),
     "reference": (plain, lambda case: {}),
 }
@@ -116,15 +117,16 @@ PREFILLED = [
 ]
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["one-kernel", "split"])
 @pytest.mark.parametrize("case", PREFILLED, ids=lambda case: case.id)
-def test_prefill_matches_loop(case):
-    check(case, config=prefill_blocks(case))
+def test_prefill_matches_loop(case, split):
+    check(case, config=prefill_blocks(case, split=split))
 
 
-@pytest.mark.parametrize("calls", [2, 6], ids=["unrolled", "loop"])
-def test_prefill_in_several_calls(calls):
+@pytest.mark.parametrize(("calls", "split"), [(2, False), (6, True)], ids=["unrolled", "loop"])
+def test_prefill_in_several_calls(calls, split):
     case = Case(11, 128, 8, 3, 2)  # the last call is not full
-    check(case, config=prefill_blocks(case, calls))
+    check(case, config=prefill_blocks(case, calls, split))
 
 
 @pytest.mark.parametrize("case", EDGE_CASES, ids=lambda case: case.id)

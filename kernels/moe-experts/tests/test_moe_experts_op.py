@@ -19,7 +19,15 @@ OSS = replace(SMALL, activation="swiglu_oss", gate="interleaved", limit=1.5, bia
 
 
 def test_public_names():
-    assert package.__all__ == ["experts_forward", "layers", "moe_experts", "router_topk"]
+    assert package.__all__ == [
+        "FORMATS",
+        "dequantize",
+        "experts_forward",
+        "layers",
+        "moe_experts",
+        "quantize",
+        "router_topk",
+    ]
     assert all(hasattr(package, name) for name in package.__all__)
 
 
@@ -57,7 +65,7 @@ def test_every_name_on_both_torch_paths(activation, gate, limit):
     arguments, names = call_of(case)
     assert_close(moe_experts(*arguments, **names), case, exact(case))
     biases = (names["gate_up_bias"], names["down_bias"])
-    assert_close(_fused(*arguments, *biases, activation, gate or "none", limit, False), case, exact(case))
+    assert_close(_fused(*arguments, *biases, None, None, activation, gate or "none", limit, False), case, exact(case))
 
 
 @pytest.mark.parametrize("case", [SMALL, OSS, replace(SMALL, gate="none", activation="relu2")], ids=lambda c: c.id)
@@ -160,5 +168,5 @@ def test_wide_weights_of_narrow_hidden_states(wide):
 )
 def test_opcheck(case, dtype):
     arguments, names = call_of(case, dtype)
-    attributes = (case.activation, case.gate, case.limit, case.transposed)
+    attributes = (None, None, case.activation, case.gate, case.limit, case.transposed)
     torch.library.opcheck(_fused.overload, (*arguments, names["gate_up_bias"], names["down_bias"], *attributes))

@@ -70,7 +70,9 @@ ROUTERS = [
     ("minimax_m2", "MiniMaxM2TopKRouter", "MiniMaxM2Config", {"num_local_experts": EXPERTS}, lambda r: SIGMOID),
 ]
 routers = pytest.mark.parametrize(
-    ("model", "name", "config", "given", "options"), ROUTERS, ids=lambda value: str(value)[:30]
+    ("model", "name", "config", "given", "options"),
+    ROUTERS,
+    ids=lambda value: "options" if callable(value) else str(value)[:30],
 )
 
 
@@ -157,6 +159,9 @@ GRADIENTS = [
     {"score": "sigmoid", "renormalize": True, "scale": 2.5, "groups": 4, "top_groups": 2, "bias": True},
     {"score": "topk_softmax"},
     {"scale": 3.0, "bias": True},
+    {"renormalize": True, "epsilon": 0.25, "scale": 2.0},
+    {"score": "sigmoid", "renormalize": True, "epsilon": 0.25},
+    {"groups": 4, "top_groups": 2, "best_of_group": 1},
 ]
 
 
@@ -219,7 +224,7 @@ def test_which_code_runs():
 
 def test_opcheck():
     for logits, bias in ((draw(6, 16), None), (draw(16, 6).t().requires_grad_(), draw(16)), (torch.empty(0, 16), None)):
-        torch.library.opcheck(router_topk_op.overload, (logits, bias, 3, "sigmoid", True, 2.0, 4, 2))
+        torch.library.opcheck(router_topk_op.overload, (logits, bias, 3, "sigmoid", True, 2.0, 4, 2, 1, 1e-6))
 
 
 @pytest.fixture
@@ -281,10 +286,11 @@ def swapped(router):
     return new
 
 
+@pytest.mark.parametrize("path", ["auto", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("limit", [0.0, 1.5])
 @pytest.mark.parametrize("number", [2, 3], ids=["qwen3_5_moe", "laguna"])
-def test_layer_gives_what_the_routers_of_its_name_give(number, limit, dtype):
+def test_layer_gives_what_the_routers_of_its_name_give(number, limit, dtype, path):
     router = build(*ROUTERS[number][:4], dtype)
     if number == 3:
         router.router_logit_softcapping = limit
@@ -292,7 +298,9 @@ def test_layer_gives_what_the_routers_of_its_name_give(number, limit, dtype):
     results = []
     for module in (router, swapped(router)):
         leaf = x.clone().requires_grad_()
-        logits, weights, index = module(leaf)
+        with use_path(path), record_paths() as ran:
+            logits, weights, index = module(leaf)
+        assert ran == [("moe_experts::router_topk", "torch")] * (module is not router)
         results.append(
             (
                 logits,
@@ -303,6 +311,14 @@ def test_layer_gives_what_the_routers_of_its_name_give(number, limit, dtype):
     for got, wanted in zip(results[1], results[0], strict=True):
         assert got.dtype == wanted.dtype
         torch.testing.assert_close(got, wanted)
+
+
+def test_layer_without_a_kernel_runs_the_forward_of_the_class(monkeypatch):
+    router = swapped(build(*ROUTERS[2][:4]))
+    monkeypatch.setattr(type(router), "forward", lambda self, x: "its own")
+    assert router(draw(3, HIDDEN)) == "its own"
+    with use_path("torch"):
+        assert router(draw(3, HIDDEN))[2].shape == (3, 4)
 
 
 def test_layer_stands_for_every_class_of_its_name():
@@ -361,6 +377,7 @@ LOGITS = torch.zeros(4, 12)
         ({"top_k": 13}, ValueError, r"top_k must be 1 \.\.\. e = 1 \.\.\. 12 for logits \(t, e\); got 13\."),
         ({"groups": 5}, ValueError, r"groups must divide e = 12 for logits \(t, e\); got 5\."),
         ({"groups": 4, "top_groups": 5}, ValueError, r"top_groups must be 1 \.\.\. groups = 1 \.\.\. 4; got 5\."),
+        ({"groups": 4, "best_of_group": 3}, ValueError, r"best_of_group must be 2 or 1; got 3\."),
         ({"groups": 4, "top_k": 4}, ValueError, r"top_k must be at most top_groups \* e / groups = 3, the experts that a token may use; got 4\."),
         ({"bias": torch.zeros(11)}, ValueError, r"bias must be \(e,\) = \(12,\) to match logits \(t, e\) = \(4, 12\); got \(11,\)\."),
         ({"bias": torch.zeros(12).int()}, TypeError, r"bias is int32; supported: .*\. Try bias\.float\(\)\."),
@@ -377,7 +394,7 @@ def test_the_torch_code_is_shared_by_both_torch_paths():
     logits = draw(5, 16)
     with use_path("torch"):
         weights, index = router_topk(logits, 3, score="sigmoid")
-    wanted = route(logits, None, 3, "sigmoid", False, 1.0, 1, 1)
+    wanted = route(logits, None, 3, "sigmoid", False, 1.0, 1, 1, 2, 0.0)
     assert torch.equal(weights, wanted[0])
     assert torch.equal(index, wanted[1])
 

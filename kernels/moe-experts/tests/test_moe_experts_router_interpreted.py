@@ -18,7 +18,7 @@ from moe_experts import router_reference  # noqa: E402
 from moe_experts.router_kernel import block_of, router_topk_forward  # noqa: E402
 
 STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-OPTIONS = ("top_k", "score", "renormalize", "scale", "groups", "top_groups")
+OPTIONS = tuple(Route(1, 1, 1).options)
 CODE = {
     "kernel": jax.jit(functools.partial(router_topk_forward, interpret=STRICT), static_argnames=OPTIONS),
     "reference": jax.jit(router_reference.router_topk, static_argnames=OPTIONS),

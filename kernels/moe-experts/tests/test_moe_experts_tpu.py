@@ -83,6 +83,11 @@ def test_several_calls_compile():
     compile_case(case, "bfloat16", "v6e", PrefillConfig(tokens=300, block_m=160))
 
 
+def test_the_two_kernels_of_a_split_prefill_compile():
+    case = QWEN.case(300, experts_here=16)
+    compile_case(case, "bfloat16", "tpu7x", PrefillConfig(tokens=300, block_m=160, split=True))
+
+
 def test_float32_rows_fit_where_vmem_is_small():
     """The compiler keeps parts of float32 operands in VMEM, which the estimate has to know of."""
     case = Case(1366, 2048, 512, 64, 10)

@@ -38,7 +38,7 @@ def _oss(*arguments):
 
 def _fused_oss(x, gate_up, down, index, scores):
     """The fused op by itself: on CPU its torch path, which only a TPU's tensors would reach by moe_experts."""
-    return _fused(x, gate_up, down, index, scores, None, None, "swiglu_oss", "interleaved", 1.5, False)
+    return _fused(x, gate_up, down, index, scores, None, None, None, None, "swiglu_oss", "interleaved", 1.5, False)
 
 
 def _with_gradients(function, arguments):
@@ -148,6 +148,7 @@ def test_autocast_computes_in_its_dtype():
 
 
 ON_TPU = """
+import functools
 import torch
 import torch_tpu._loader
 torch_tpu._loader._init_device("tpu")
@@ -155,8 +156,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from moe_experts import experts_forward, moe_experts
+from moe_experts import FORMATS, experts_forward, moe_experts
 from moe_experts.op import _fused
+from moe_experts.quantized import DTYPES
+from moe_experts.quantized_dot import _product
 
 class Ours(TorchDispatchMode):
     def __init__(self):
@@ -175,6 +178,12 @@ def ops_of(call, *arguments):
     assert (y.shape, y.device.type, y.dtype) == (x.shape, "tpu", x.dtype)
     return ours.ops
 
+def quantized(rows, columns, format):
+    stored = FORMATS[format]
+    data = torch.empty(4, stored.data_rows(rows), columns, dtype=DTYPES[stored.kind], device="tpu")
+    return data, torch.empty(4, *stored.scale_shape(rows, columns), device="tpu")
+
+QUANTIZED_PRODUCTS = ["moe_experts.quantized_dot.default"] * 2
 FUSED, PRODUCTS = ["moe_experts.moe_experts.default"], ["moe_experts__ragged_dot.ragged_dot.default"] * 2
 experts = GptOssExperts(GptOssConfig(hidden_size=32, intermediate_size=16, num_local_experts=4))
 with FakeTensorMode():
@@ -190,6 +199,15 @@ with FakeTensorMode():
         layer = [torch.empty(size, device="tpu") for size in ((tokens, 32), (4, 32, 32), (4, 32, 16))]
         assert ops_of(moe_experts, *layer, *routed) == FUSED
         assert ops_of(moe_experts, *(part.half() for part in layer), *routed) == PRODUCTS
+        for format in ("int8", "fp8-block", "int4-g32"):
+            (gate_up, gate_up_scale), (down, down_scale) = quantized(32, 32, format), quantized(16, 32, format)
+            scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale, "transposed": True}
+            call = functools.partial(moe_experts, **scales)
+            assert ops_of(call, x, gate_up, down, *routed) == FUSED
+            assert ops_of(call, x.half(), gate_up, down, *routed) == QUANTIZED_PRODUCTS
+            assert ops_of(call, x.detach().requires_grad_(), gate_up, down, *routed) == QUANTIZED_PRODUCTS
+            sizes = torch.empty(4, dtype=torch.int32, device="tpu")  # torch goes back on real devices only: its product
+            assert _product(x, gate_up, gate_up_scale, sizes, 32, True).shape == x.shape
 print("moe_experts on tpu: ok")
 """
 

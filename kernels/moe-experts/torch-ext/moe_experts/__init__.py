@@ -2,7 +2,8 @@
 
 from . import layers
 from .op import moe_experts
+from .quantized import FORMATS, dequantize, quantize
 from .router import router_topk
 from .transformers_experts import experts_forward
 
-__all__ = ["experts_forward", "layers", "moe_experts", "router_topk"]
+__all__ = ["FORMATS", "dequantize", "experts_forward", "layers", "moe_experts", "quantize", "router_topk"]

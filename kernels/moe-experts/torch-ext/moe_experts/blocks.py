@@ -21,11 +21,6 @@ def for_chunks(size: int, chunk: int, step) -> None:
         step(whole * chunk, size % chunk)
 
 
-def weights_of(weight_ref, columns, transposed: bool):
-    """The part of (out, in), or (in, out) when transposed, that makes these columns of a product."""
-    return weight_ref[:, columns] if transposed else weight_ref[columns, :]
-
-
 def dot(x, weight, transposed: bool):
     """(rows, in), (out, in) or (in, out) -> (rows, out) in float32; float32 is not rounded to bfloat16."""
     return jax.lax.dot_general(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from .stored import FORMATS, Stored
+
 
 @dataclass(frozen=True)
 class Case:
@@ -24,6 +26,7 @@ class Case:
     limit: float | None = None
     bias: bool = False
     transposed: bool = False
+    quantized: str = ""  # a name of stored.FORMATS, for transposed weights
     name: str = ""
 
     @property
@@ -40,8 +43,13 @@ class Case:
     def id(self) -> str:
         sizes = f"t{self.t}-h{self.h}-i{self.i}-e{self.e}-top{self.top_k}"
         what = [self.activation * (self.activation != "silu"), self.gate * (self.gate != "concatenated")]
-        what += ["limit" * (self.limit is not None), "bias" * self.bias, "transposed" * self.transposed]
+        what += ["limit" * (self.limit is not None), "bias" * self.bias, "transposed" * self.transposed, self.quantized]
         return "-".join(part for part in (self.name, sizes, *what) if part)
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """How gate_up and down are stored, if quantised."""
+        return (FORMATS[self.quantized],) * 2 if self.quantized else ()
 
     def index(self, seed: int = 0) -> list[list[int]]:
         """(t, top_k): a router that finds all experts equally likely; `e` where the expert is another rank's."""
@@ -77,7 +85,7 @@ class Model:
     bias: bool = False
     transposed: bool = False
 
-    def case(self, tokens: int, experts_here: int | None = None) -> Case:
+    def case(self, tokens: int, experts_here: int | None = None, quantized: str = "") -> Case:
         """The layer with this many tokens; with `experts_here`, one rank's share of it, holding that many experts."""
         whole = Case(
             tokens,
@@ -89,8 +97,9 @@ class Model:
             gate=self.gate,
             limit=self.limit,
             bias=self.bias,
-            transposed=self.transposed,
-            name=f"{self.name}-t{tokens}",
+            transposed=self.transposed or bool(quantized),
+            quantized=quantized,
+            name=f"{self.name}-{quantized}-t{tokens}" if quantized else f"{self.name}-t{tokens}",
         )
         if experts_here is None:
             return whole
@@ -99,21 +108,23 @@ class Model:
 
 
 QWEN = Model("qwen3-30b-a3b", hidden=2048, intermediate=768, experts=128, top_k=8)
+GEMMA = Model("gemma4-26b-a4b", hidden=2816, intermediate=704, experts=128, top_k=8, activation="gelu_tanh")
+GPT_OSS = Model(
+    "gpt-oss-20b",
+    hidden=2880,
+    intermediate=2880,
+    experts=32,
+    top_k=4,
+    activation="swiglu_oss",
+    gate="interleaved",
+    limit=7.0,
+    bias=True,
+    transposed=True,
+)
 MODELS = (
     QWEN,
-    Model("gemma4-26b-a4b", hidden=2816, intermediate=704, experts=128, top_k=8, activation="gelu_tanh"),
-    Model(
-        "gpt-oss-20b",
-        hidden=2880,
-        intermediate=2880,
-        experts=32,
-        top_k=4,
-        activation="swiglu_oss",
-        gate="interleaved",
-        limit=7.0,
-        bias=True,
-        transposed=True,
-    ),
+    GEMMA,
+    GPT_OSS,
     Model("mixtral-8x7b", hidden=4096, intermediate=14336, experts=8, top_k=2),
 )
 DECODE_TOKENS = (1, 8, 64)
@@ -121,4 +132,10 @@ PREFILL_TOKENS = (4096,)
 MODEL_CASES = (
     *(model.case(tokens) for model in MODELS for tokens in DECODE_TOKENS + PREFILL_TOKENS),
     *(QWEN.case(tokens, experts_here=16) for tokens in DECODE_TOKENS + PREFILL_TOKENS),
+)
+QUANTIZED_CASES = tuple(
+    model.case(tokens, quantized=name)
+    for model in (QWEN, GEMMA)
+    for name in ("int8", "fp8", "fp8-block", "int4")
+    for tokens in DECODE_TOKENS
 )

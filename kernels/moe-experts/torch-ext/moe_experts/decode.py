@@ -17,7 +17,8 @@ Grid     (experts in use + 1, h / block_h): a step adds a block of h to the firs
 
 Edge     a token that the expert does not serve may make anything of its weights, NaN too: it is dropped, not multiplied
          by zero. So is what the first and the last round compute, which have but one expert
-Memory   2 * (a block of gate_up and one of down) + x + out + float32 sums: config.py
+Memory   2 * (a block of gate_up and one of down) + x + out + float32 sums: config.py. Quantised blocks are those of
+         quantized_blocks.py, with all the scales of their expert
 Limits   bound by reading the weights
 """
 
@@ -30,13 +31,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .blocks import dot, for_chunks, weights_of
+from .blocks import for_chunks
 from .config import DecodeConfig, Sizes
 from .gates import Gating
+from .quantized_blocks import blocks_of, spread_scratch
 from .routing import experts_in_use
 
 
-def decode(x, gate_up, down, index, weights, biases, *, sizes: Sizes, gating: Gating, config: DecodeConfig, interpret):
+def decode(
+    x, gate_up, down, index, weights, biases, scales, *, sizes: Sizes, gating: Gating, config: DecodeConfig, interpret
+):
     """As in kernel.py; index int32, of any value, weights float32; biases (e, 1, w) and (e, 1, h), or empty."""
     t, h, w, i = sizes.t, sizes.h, sizes.w, sizes.i
     block_h, transposed = config.block_h, sizes.transposed
@@ -64,9 +68,12 @@ def decode(x, gate_up, down, index, weights, biases, *, sizes: Sizes, gating: Ga
         pl.BlockSpec((None, 1, w), lambda v, j, table, last: (table[first(v, last)], 0, 0)),
         pl.BlockSpec((None, 1, block_h), lambda v, j, table, last: (table[second(v)], 0, jnp.where(v == 0, 0, j))),
     ]
-    body = functools.partial(
-        _visit, blocks=blocks, chunk=config.chunk, gating=gating, transposed=transposed, has_bias=bool(biases)
-    )
+    scale_blocks = [
+        pl.BlockSpec((None, *scale.shape[1:]), lambda v, j, table, last, of=of: (table[of(v, last)], 0, 0))
+        for scale, of in zip(scales, (first, lambda v, last: second(v)), strict=False)
+    ]
+    data_rows = (sizes.stored[0].data_rows(block_h), sizes.stored[1].data_rows(i)) if scales else (block_h, i)
+    body = functools.partial(_visit, blocks=blocks, config=config, gating=gating, sizes=sizes, has_bias=bool(biases))
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -76,15 +83,17 @@ def decode(x, gate_up, down, index, weights, biases, *, sizes: Sizes, gating: Ga
                 whole(x),
                 whole(index),
                 whole(weights),
-                pl.BlockSpec((None, block_h, w) if transposed else (None, w, block_h), gate_up_block),
-                pl.BlockSpec((None, i, block_h) if transposed else (None, block_h, i), down_block),
+                pl.BlockSpec((None, data_rows[0], w) if transposed else (None, w, block_h), gate_up_block),
+                pl.BlockSpec((None, data_rows[1], block_h) if transposed else (None, block_h, i), down_block),
                 *bias_blocks[: len(biases)],
+                *scale_blocks,
             ],
             out_specs=whole(x),
             scratch_shapes=[
                 pltpu.VMEM((t, w), jnp.float32),
                 pltpu.VMEM((t, i), x.dtype),
                 pltpu.VMEM((t, h), jnp.float32),
+                *spread_scratch(scales, sizes.stored, (w, h)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((t, h), x.dtype),
@@ -95,16 +104,18 @@ def decode(x, gate_up, down, index, weights, biases, *, sizes: Sizes, gating: Ga
         ),
         interpret=interpret,
         name="moe_experts_decode",
-    )(table, jnp.maximum(count, 1).reshape(1) - 1, x, index, weights, gate_up, down, *biases)
+    )(table, jnp.maximum(count, 1).reshape(1) - 1, x, index, weights, gate_up, down, *biases, *scales)
 
 
 def _visit(
     table_ref, _, x_ref, index_ref, weights_ref, gate_up_ref, down_ref, *refs,
-    blocks, chunk, gating: Gating, transposed, has_bias,
+    blocks, config: DecodeConfig, gating: Gating, sizes: Sizes, has_bias,
 ):  # fmt: skip
-    *bias_refs, out_ref, product_ref, gated_ref, sums_ref = refs
+    bias_refs, refs = (refs[:2], refs[2:]) if has_bias else ((), refs)
+    scale_refs, refs = (refs[:2], refs[2:]) if sizes.stored else ((), refs)
+    out_ref, product_ref, gated_ref, sums_ref, *spread_refs = refs
     visit, block = pl.program_id(0), pl.program_id(1)
-    block_h, w = x_ref.shape[1] // blocks, product_ref.shape[1]
+    block_h, w, chunk = config.block_h, sizes.w, config.chunk
     here = (
         0 if blocks == 1 else pl.multiple_of(block * block_h, block_h)
     )  # one block may have any size, and start at 0 only
@@ -118,15 +129,20 @@ def _visit(
     serves = jnp.max(served.astype(jnp.float32), axis=1, keepdims=True) > least  # (t, 1)
     weight = jnp.sum(jnp.where(served, weights_ref[...], 0.0), axis=1, keepdims=True)
 
+    gate_up, down = blocks_of(
+        (gate_up_ref, down_ref), scale_refs, spread_refs, block == 0, sizes.stored, sizes.transposed
+    )
+
     def add_results(start, size):
-        y = dot(gated_ref[...], weights_of(down_ref, pl.ds(start, size), transposed), transposed)
+        columns = pl.ds(here + start, size)
+        y = down.scaled(down.times(gated_ref[...], pl.ds(start, size), 0, columns), columns)
         if has_bias:
             y += bias_refs[1][:, pl.ds(start, size)].astype(jnp.float32)
-        sums_ref[:, pl.ds(here + start, size)] += jnp.where(serves, weight * y, 0.0)
+        sums_ref[:, columns] += jnp.where(serves, weight * y, 0.0)
 
     def add_product(start, size):
-        x = x_ref[:, pl.ds(here, block_h)]
-        product = dot(x, weights_of(gate_up_ref, pl.ds(start, size), transposed), transposed)
+        columns = pl.ds(start, size)
+        product = gate_up.times(x_ref[:, pl.ds(here, block_h)], columns, here, columns)
         if blocks > 1:
             product += jnp.where(block == 0, 0.0, product_ref[:, pl.ds(start, size)])
         product_ref[:, pl.ds(start, size)] = product
@@ -137,7 +153,7 @@ def _visit(
     @pl.when(block == blocks - 1)
     def _():
         def read(columns):
-            product = product_ref[:, columns]
+            product = gate_up.scaled(product_ref[:, columns], columns)
             return product + bias_refs[0][:, columns].astype(jnp.float32) if has_bias else product
 
         def gate(start, size):

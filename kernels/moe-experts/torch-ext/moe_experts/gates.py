@@ -35,9 +35,11 @@ class Gating(NamedTuple):
     gate: str  # "concatenated", "interleaved" or "none"
     limit: float | None = None
 
-    def chunk(self, w: int) -> int:
+    def chunk(self, w: int, wanted: int = CHUNK) -> int:
         """How many columns of the result are made at once; all of them where up can't be cut off at whole lanes."""
-        return CHUNK if self.gate != "concatenated" or w // 2 % LANES == 0 else w // 2
+        if self.gate == "interleaved":
+            return CHUNK
+        return wanted if self.gate == "none" or w // 2 % LANES == 0 else w // 2
 
     def of(self, product):
         """(rows, w) -> (rows, i), float32; w is 2 * i, or i without a gate."""

@@ -10,19 +10,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .router import router_topk
+from .router import router_topk, runs_as_torch
 
 
 class SoftmaxTopKRouter(nn.Module):
     """All routers that Transformers gives this name: Qwen3_5MoeTopKRouter, and LagunaTopKRouter, which takes a sigmoid.
 
     A module with e_score_correction_bias is of the second kind. Its attributes no type checker can know.
+    Where no kernel runs, the module's own forward does: the same operations, and not one call more.
     """
 
     can_torch_compile = True
     has_backward = True
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if runs_as_torch(hidden_states):
+            return type(self).forward(self, hidden_states)  # of the class that borrowed this forward
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)  # pyrefly: ignore
         logits = nn.functional.linear(hidden_states, self.weight)  # pyrefly: ignore
         bias = getattr(self, "e_score_correction_bias", None)

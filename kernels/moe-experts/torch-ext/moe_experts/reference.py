@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .gates import Gating
+from .quantized_blocks import dequantize
 
 
 def moe_experts(
@@ -19,13 +20,19 @@ def moe_experts(
     top_k_weights: jax.Array,
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
+    gate_up_scale: jax.Array | None = None,
+    down_scale: jax.Array | None = None,
     activation: str = "silu",
     gate: str = "concatenated",
     limit: float | None = None,
     transposed: bool = False,
 ) -> jax.Array:
-    """(t, h), (e, w, h), (e, h, i), (t, top_k), (t, top_k), (e, w), (e, h) -> (t, h); see op.py."""
-    x, experts = hidden_states.astype(jnp.float32), gate_up_proj.shape[0]
+    """(t, h), (e, w, h), (e, h, i), (t, top_k), (t, top_k), (e, w), (e, h) -> (t, h); see op.py and stored.py."""
+    x, experts, h = hidden_states.astype(jnp.float32), gate_up_proj.shape[0], hidden_states.shape[1]
+    if gate_up_scale is not None and down_scale is not None:
+        w = gate_up_proj.shape[2]
+        gate_up_proj = dequantize(gate_up_proj, gate_up_scale, h, jnp.float32)
+        down_proj = dequantize(down_proj, down_scale, w if gate == "none" else w // 2, jnp.float32)
     gating = Gating(activation, gate, limit)
 
     def linear(x, weight, bias):

@@ -18,6 +18,7 @@ from ._bridge.state import state
 SCORES = ("softmax", "sigmoid", "topk_softmax")
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 TINY = 1e-20  # as in router_reference.py, which needs JAX
+BEST_OF_GROUP = (2, 1)
 
 
 def router_topk(
@@ -30,15 +31,17 @@ def router_topk(
     bias: Tensor | None = None,
     groups: int = 1,
     top_groups: int = 1,
+    best_of_group: int = 2,
+    epsilon: float = TINY,
 ) -> tuple[Tensor, Tensor]:
     """Choose the top_k experts of each token, best first, and weight them by their scores.
 
     score        "softmax" over all experts, "sigmoid", or "topk_softmax": choose by logits, softmax over the chosen
-    renormalize  divide the chosen weights by their sum; "topk_softmax" sums to one already
+    renormalize  divide the chosen weights by their sum plus epsilon; "topk_softmax" sums to one already
     scale        multiplies the weights, after that
     bias         is added to the scores to choose by, not to the weights, and gets no gradient
-    groups       experts come in so many groups of equal size, of which a token uses the top_groups whose two best
-                 experts have the largest sum
+    groups       experts come in so many groups of equal size, of which a token uses the top_groups whose
+                 best_of_group best experts, two or one, have the largest sum
     Of equal scores a kernel takes the lowest index, torch (on CPU and CUDA) any. NaN counts as the largest score, and
     a softmax over a NaN is NaN in all weights; the index is a valid one. Logits of -inf are never chosen before others.
 
@@ -59,14 +62,21 @@ def router_topk(
         or bias is not None
         or groups != 1
         or top_groups != 1
+        or best_of_group not in BEST_OF_GROUP
         or type(top_k) is not int
         or not 1 <= top_k <= logits.shape[1]
     ):
-        _check(logits, top_k, score, bias, groups, top_groups)
-    if _direct() and (logits.is_cpu or logits.device.type != "tpu"):
-        return route(logits, bias, top_k, score, renormalize, scale, groups, top_groups)
-    weights, index = router_topk_op(logits, bias, top_k, score, renormalize, float(scale), groups, top_groups)
+        _check(logits, top_k, score, bias, groups, top_groups, best_of_group)
+    if runs_as_torch(logits):
+        return route(logits, bias, top_k, score, renormalize, scale, groups, top_groups, best_of_group, epsilon)
+    numbers = float(scale), groups, top_groups, best_of_group, float(epsilon)
+    weights, index = router_topk_op(logits, bias, top_k, score, renormalize, *numbers)
     return weights, index.long()
+
+
+def runs_as_torch(logits: Tensor) -> bool:
+    """Whether a call with such logits is a few torch operations and no op: on CPU and CUDA, unless told otherwise."""
+    return _direct() and (logits.is_cpu or logits.device.type != "tpu")
 
 
 def _direct() -> bool:
@@ -87,6 +97,8 @@ def route(
     scale: float,
     groups: int,
     top_groups: int,
+    best_of_group: int,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
     if score == "softmax":
@@ -97,7 +109,7 @@ def route(
         scores = logits if bias is None else logits.to(dtype)
     choice = scores if bias is None else scores + bias
     if top_groups < groups:
-        choice = _limit_groups(choice, groups, top_groups)
+        choice = _limit_groups(choice, groups, top_groups, best_of_group)
     chosen, index = torch.topk(choice, top_k, dim=-1)
     weights = chosen if choice is scores else scores.gather(1, index)
     if score == "topk_softmax":
@@ -106,15 +118,16 @@ def route(
     elif renormalize:
         total = weights.sum(dim=-1, keepdim=True)
         # The largest probabilities add up to more than any rounding of TINY; others may not.
-        weights = weights / (total if score == "softmax" and choice is scores else total + TINY)
+        sure = epsilon == 0.0 or (epsilon <= TINY and score == "softmax" and choice is scores)
+        weights = weights / (total if sure else total + epsilon)
     if scale != 1.0:
         weights = weights * scale
     return weights if weights.dtype is logits.dtype else weights.to(logits.dtype), index
 
 
-def _limit_groups(choice: Tensor, groups: int, top_groups: int) -> Tensor:
+def _limit_groups(choice: Tensor, groups: int, top_groups: int, best_of_group: int) -> Tensor:
     by_group = choice.reshape(choice.shape[0], groups, choice.shape[1] // groups)
-    best = by_group.topk(2, dim=-1)[0].sum(dim=-1) if by_group.shape[2] > 1 else by_group[..., 0]  # (t, groups)
+    best = by_group.topk(min(best_of_group, by_group.shape[2]), dim=-1)[0].sum(dim=-1)  # (t, groups)
     kept = best.topk(top_groups, dim=-1)[1]
     dropped = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
     return by_group.masked_fill(dropped.unsqueeze(2), float("-inf")).reshape(choice.shape)
@@ -129,8 +142,10 @@ def _forward_torch(
     scale: float,
     groups: int,
     top_groups: int,
+    best_of_group: int,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    weights, index = route(logits, bias, top_k, score, renormalize, scale, groups, top_groups)
+    weights, index = route(logits, bias, top_k, score, renormalize, scale, groups, top_groups, best_of_group, epsilon)
     return weights, index.int()
 
 
@@ -157,11 +172,15 @@ def _backward(saved: Any, needs: Any, dweights: Tensor, dindex: Any) -> tuple[Te
     if saved.score == "sigmoid":
         s = logits.gather(1, index).to(wide).sigmoid()
         if saved.renormalize:
-            total = s.sum(dim=1, keepdim=True) + TINY
+            total = s.sum(dim=1, keepdim=True) + saved.epsilon
             g = (g - (g * s).sum(dim=1, keepdim=True) / total) / total
         dchosen = g * s * (1 - s)
-    elif saved.score == "softmax" and not saved.renormalize:
+    elif saved.score == "softmax" and (not saved.renormalize or saved.epsilon > TINY):
         s = torch.softmax(logits, dim=1, dtype=wide)
+        if saved.renormalize:
+            chosen = s.gather(1, index)
+            total = chosen.sum(dim=1, keepdim=True) + saved.epsilon
+            g = (g - (g * chosen).sum(dim=1, keepdim=True) / total) / total
         g = torch.zeros_like(s).scatter(1, index, g)
         return (s * (g - (s * g).sum(dim=1, keepdim=True))).to(logits.dtype), None
     else:  # probabilities that are divided by their sum are a softmax over the chosen
@@ -173,7 +192,7 @@ def _backward(saved: Any, needs: Any, dweights: Tensor, dindex: Any) -> tuple[Te
 router_topk_op.set_backward(_backward, save=("logits", "outputs[1]"))
 
 
-def _check(logits: Any, top_k: Any, score: Any, bias: Any, groups: Any, top_groups: Any) -> None:
+def _check(logits: Any, top_k: Any, score: Any, bias: Any, groups: Any, top_groups: Any, best_of_group: Any) -> None:
     for name, tensor in (("logits", logits), ("bias", bias)):
         if tensor is not None or name == "logits":
             _check_tensor(name, tensor)
@@ -194,6 +213,8 @@ def _check(logits: Any, top_k: Any, score: Any, bias: Any, groups: Any, top_grou
         raise ValueError(f"router_topk: groups must divide e = {e} for logits (t, e); got {groups}.")
     if not 1 <= top_groups <= groups:
         raise ValueError(f"router_topk: top_groups must be 1 ... groups = 1 ... {groups}; got {top_groups}.")
+    if best_of_group not in BEST_OF_GROUP:
+        raise ValueError(f"router_topk: best_of_group must be 2 or 1; got {best_of_group}.")
     if top_k > top_groups * (e // groups):
         raise ValueError(
             f"router_topk: top_k must be at most top_groups * e / groups = {top_groups * (e // groups)}, the experts "

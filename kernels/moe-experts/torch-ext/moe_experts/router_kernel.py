@@ -40,6 +40,8 @@ class Rule(NamedTuple):
     scale: float
     groups: int
     top_groups: int
+    best_of_group: int
+    epsilon: float
     size: int
     stride: int
 
@@ -54,6 +56,8 @@ def router_topk_forward(
     scale: float = 1.0,
     groups: int = 1,
     top_groups: int = 1,
+    best_of_group: int = 2,
+    epsilon: float = TINY,
     interpret=False,
 ) -> tuple[jax.Array, jax.Array]:
     """(t, e), (e,) -> (t, top_k), (t, top_k). Arguments were checked in router.py."""
@@ -64,7 +68,8 @@ def router_topk_forward(
         groups = top_groups = 1
     size = e // groups
     stride = _up(size, SUBLANES) if groups > 1 else size
-    rule = Rule(groups * stride, top_k, score, renormalize, scale, groups, top_groups, size, stride)
+    limit = groups, top_groups, best_of_group
+    rule = Rule(groups * stride, top_k, score, renormalize, scale, *limit, epsilon, size, stride)
     wide = logits.astype(jnp.float32) if logits.dtype == jnp.float16 else logits  # TPUs load no float16
     if stride != size:  # groups have to start at a register
         wide = _spread(wide, rule, -jnp.inf)
@@ -222,12 +227,12 @@ def _finish(weight_rows_ref, rule: Rule):
         power = jnp.exp(weights - jnp.max(jnp.where(real, weights, -jnp.inf), axis=0, keepdims=True))
         weights = power / jnp.sum(jnp.where(real, power, 0.0), axis=0, keepdims=True)
     elif rule.renormalize:
-        weights = weights / (jnp.sum(jnp.where(real, weights, 0.0), axis=0, keepdims=True) + TINY)
+        weights = weights / (jnp.sum(jnp.where(real, weights, 0.0), axis=0, keepdims=True) + rule.epsilon)
     return weights if rule.scale == 1.0 else weights * rule.scale
 
 
 def _limit_groups(key_ref, group_ref, rule: Rule):
-    """Take every expert outside the top_groups groups whose two best experts have the largest sum."""
+    """Take every expert outside the top_groups groups whose best experts, two or one, have the largest sum."""
 
     def start(group):
         return group * rule.stride
@@ -238,7 +243,7 @@ def _limit_groups(key_ref, group_ref, rule: Rule):
         key_ref[rows, :] = keys
         best, _, place = _best(key_ref, start(group), rule.stride)
         total = _number_of(best)
-        if rule.size > 1:
+        if rule.size > 1 and rule.best_of_group > 1:
             others = jnp.where(_at(place, rule.stride), TAKEN, keys)
             total += _number_of(jnp.max(others, axis=0, keepdims=True))
         group_ref[pl.ds(group, 1), :] = _key_of(total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-TINY = 1e-20  # added to a sum before it divides: only a token whose chosen scores are all (all but) zero notices
+TINY = 1e-20  # epsilon, if none is given: only a token whose chosen scores are all (all but) zero notices
 
 
 def router_topk(
@@ -18,6 +18,8 @@ def router_topk(
     scale: float = 1.0,
     groups: int = 1,
     top_groups: int = 1,
+    best_of_group: int = 2,
+    epsilon: float = TINY,
 ) -> tuple[jax.Array, jax.Array]:
     """(t, e), (e,) -> weights (t, top_k) in logits.dtype, index (t, top_k) int32; see router.py."""
     t, e = logits.shape
@@ -26,7 +28,7 @@ def router_topk(
     choice = scores if bias is None else scores + bias.astype(scores.dtype)
     if top_groups < groups:
         by_group = choice.reshape(t, groups, e // groups)
-        group_scores = jnp.sum(_top_k(by_group, min(2, e // groups))[0], axis=2)
+        group_scores = jnp.sum(_top_k(by_group, min(best_of_group, e // groups))[0], axis=2)
         chosen = _top_k(group_scores, top_groups)[1]  # (t, top_groups)
         kept = jnp.any(chosen[:, :, None] == jnp.arange(groups), axis=1)  # (t, groups)
         choice = jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(t, e)
@@ -35,7 +37,7 @@ def router_topk(
     if score == "topk_softmax":
         weights = jax.nn.softmax(weights)
     elif renormalize:
-        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + TINY)
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + epsilon)
     return (weights * scale).astype(logits.dtype), index.astype(jnp.int32)
 
 

@@ -16,28 +16,32 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     ALL_EXPERTS_FUNCTIONS.register("pallas", experts_forward)
     model.set_experts_implementation("pallas")
+
+    A module with gate_up_data, gate_up_scale, down_data and down_scale in place of its weights runs with these,
+    quantised as quantized.py describes and always (e, in, out).
     """
     first = "gate_up_proj" if self.has_gate else "up_proj"
-    tensors = (
+    quantized = hasattr(self, "gate_up_scale")
+    weights = (self.gate_up_data, self.down_data) if quantized else (getattr(self, first), self.down_proj)
+    biases = (getattr(self, first + "_bias"), self.down_proj_bias) if self.has_bias else (None, None)
+    scales = (self.gate_up_scale, self.down_scale) if quantized else (None, None)
+    # As torch code the layer runs the module's own functions: what they compute, to the last bit.
+    fused = not self.has_post_expert_norm and runs_fused(
+        hidden_states, *weights, top_k_index, top_k_weights, *biases, *scales
+    )
+    activation, gate, limit = names_of(self) if fused else functions_of(self)
+    return moe_experts(
         hidden_states,
-        getattr(self, first),
-        self.down_proj,
+        *weights,
         top_k_index,
         top_k_weights,
-        getattr(self, first + "_bias") if self.has_bias else None,
-        self.down_proj_bias if self.has_bias else None,
-    )
-    # As torch code the layer runs the module's own functions: what they compute, to the last bit.
-    fused = not self.has_post_expert_norm and runs_fused(*tensors)
-    activation, gate, limit = names_of(self) if fused else functions_of(self)
-    *arguments, gate_up_bias, down_bias = tensors
-    return moe_experts(
-        *arguments,
         activation=activation,
         gate=gate,
         limit=limit,
-        transposed=self.is_transposed,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
+        transposed=quantized or self.is_transposed,
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        gate_up_scale=scales[0],
+        down_scale=scales[1],
         output_norm=self.post_expert_norm if self.has_post_expert_norm else None,
     )
