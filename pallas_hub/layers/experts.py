@@ -18,6 +18,7 @@ from pallas_hub.layers import state
 from pallas_hub.layers.interface import kernel_behind
 from pallas_hub.layers.loading import Kernel
 from pallas_hub.layers.norms import FLOATS
+from pallas_hub.layers.quantized_experts import QuantizedExperts
 
 _SETTING = "_experts_implementation_internal"
 LAYER = "experts_forward"
@@ -25,7 +26,9 @@ _PROBED: dict[tuple, str | None] = {}
 
 
 def is_experts(module: Any) -> bool:
-    """True for modules whose class Transformers' experts decorator has prepared."""
+    """True for modules whose class Transformers' experts decorator has prepared, quantised or not."""
+    if isinstance(module, QuantizedExperts):
+        return True
     return is_experts_class(type(module)) and hasattr(module, "config") and hasattr(module, "is_transposed")
 
 
@@ -37,6 +40,10 @@ def recognise(module: Any) -> str | None:
     """Why the kernel may not stand in for these experts, or None if it may."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    if isinstance(module, QuantizedExperts):
+        return (
+            f"its weights are quantised ({module.quantization_format}), and run the kernel that quantize_experts chose"
+        )
     if type(_table_of(type(module))) is not type(ALL_EXPERTS_FUNCTIONS):
         return "its experts use a table of their own (quantised weights)"
     if _is_expert_parallel(module):
@@ -48,7 +55,7 @@ def recognise(module: Any) -> str | None:
         return "its forward was already replaced on the instance"
     if module._modules.get("parametrizations") is not None:
         return "its weights are parametrized"
-    for name in _weight_names(module):
+    for name in weight_names(module):
         reason = _unfit_weight(module, name)
         if reason is not None:
             return f"{name} {reason}"
@@ -60,7 +67,7 @@ def _is_expert_parallel(module: Any) -> bool:
     return getattr(module, "_is_expert_parallel", False)
 
 
-def _weight_names(module: Any) -> list[str]:
+def weight_names(module: Any) -> list[str]:
     names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
     return names + [f"{name}_bias" for name in names] if module.has_bias else names
 
@@ -92,7 +99,9 @@ def _table_of(cls: Any) -> object | None:
 
 
 def kernel_by_setting(module: Any) -> Kernel | None:
-    """The kernel that these experts run since their config says so, with or without kernelize."""
+    """The kernel that these experts run without kernelize: by their config, or since their weights are quantised."""
+    if isinstance(module, QuantizedExperts):
+        return module.kernel
     if not is_experts(module) or not (state.has_class_forward(module) or _is_expert_parallel(module)):
         return None
     return kernel_behind(getattr(module.config, "_experts_implementation", None))
@@ -144,7 +153,8 @@ def probe(module: Any, kernel: Kernel) -> str | None:
     Once per class and setting: it guards against experts that compute something else under the usual names, such as
     a gate of their own.
     """
-    key = (type(module), kernel.module, getattr(module, "act_fn", None).__class__, _flags(module))
+    own = module.__dict__.get("_apply_gate")  # of this instance, which says nothing about others
+    key = (type(module), kernel.module, getattr(module, "act_fn", None).__class__, own, _flags(module))
     if key not in _PROBED:
         _PROBED[key] = _difference(_few_experts(module), kernel)
     return _PROBED[key]
@@ -248,16 +258,25 @@ def restore_configs(modules: list[nn.Module]) -> None:
             if id(now) not in as_before:
                 scratch = copy.deepcopy(now)
                 _copy_setting(old, scratch)
-                as_before[id(now)] = scratch == old
+                as_before[id(now)] = _same(scratch, old)
             if as_before[id(now)]:
                 module.__dict__[name] = old
             else:
                 _copy_setting(old, now)
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two configs hold the same. Their own == reads every field, which some configs refuse."""
+    if not hasattr(one, "sub_configs") or type(one) is not type(other):
+        return bool(one == other)
+    left, right = vars(one), vars(other)
+    return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+
+
 def _copy_setting(old: object, now: object) -> None:
-    if hasattr(old, _SETTING):
-        setattr(now, _SETTING, getattr(old, _SETTING))
+    for setting in (_SETTING, "_attn_implementation_internal"):
+        if hasattr(old, setting):
+            setattr(now, setting, getattr(old, setting))
     for key in getattr(old, "sub_configs", ()):
         inner_old, inner_now = getattr(old, key, None), getattr(now, key, None)
         if inner_old is not None and inner_now is not None:

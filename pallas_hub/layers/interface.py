@@ -4,24 +4,18 @@
     AutoModelForCausalLM.from_config(config, experts_implementation="pallas")
 
 Transformers checks the name against ALL_EXPERTS_FUNCTIONS of transformers.integrations.moe, so the entry must be there
-before a model is built. If that module is imported already, the entry is made at once; if not, a finder on
-sys.meta_path waits for its import, makes the entry and takes itself off. Neither Transformers nor torch is imported
-for this. The kernel itself is loaded at the first call, or by kernelize.
+before a model is built: at once if that module is imported already, else as soon as it is. Neither Transformers nor
+torch is imported for this. The kernel itself is loaded at the first call, or by kernelize.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from pallas_hub.layers.after_import import after_import
+from pallas_hub.layers.first_call import fetched_at_first_call
 from pallas_hub.layers.loading import DEFAULT_REPOS, EXPERTS, Kernel, load_kernel
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 NAME = "pallas"
 _TABLE_MODULE = "transformers.integrations.moe"
@@ -36,11 +30,7 @@ def register() -> None:
 
 def register_when_imported() -> None:
     """Do what register() does, as soon as somebody else imports Transformers' experts interface."""
-    module = sys.modules.get(_TABLE_MODULE)
-    if module is not None and hasattr(module, "ALL_EXPERTS_FUNCTIONS"):
-        _enter(module.ALL_EXPERTS_FUNCTIONS)
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    after_import(_TABLE_MODULE, "ALL_EXPERTS_FUNCTIONS", lambda module: _enter(module.ALL_EXPERTS_FUNCTIONS))
 
 
 def implementation_for(kernel: Kernel, *, default: bool) -> str:
@@ -88,47 +78,15 @@ def _load_default() -> Kernel:
     return _DEFAULT[0]
 
 
-@contextmanager
-def _outside_of_tracing() -> Generator[None]:
-    """get_kernel refuses to be traced into a graph. When `ready` calls it, the compiler waits for it instead."""
-    import torch
-
-    compiling = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = False
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = compiling
-
-
-class _Entry:
-    """Holds the kernel's function once it is loaded. A class, since torch.compile reads attributes late."""
-
-    forward: Any = None
-
-
 def _experts_function(kernel_of: Callable[[], Kernel]) -> Callable:
     """A function for the table, which loads the kernel at its first call, also if that call is being compiled."""
-    import torch
 
-    entry = _Entry()
+    def fetch() -> Callable:
+        kernel = kernel_of()
+        forward = kernel.module.experts_forward
+        return forward if supports_gradient(kernel) else _with_gradient_from_transformers(forward)
 
-    @torch.compiler.assume_constant_result  # loading is no part of a graph: done while tracing, nothing of it is kept
-    def ready() -> bool:
-        if entry.forward is None:
-            with _outside_of_tracing():
-                kernel = kernel_of()
-            forward = kernel.module.experts_forward
-            entry.forward = forward if supports_gradient(kernel) else _with_gradient_from_transformers(forward)
-        return True
-
-    def experts_forward(
-        self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        ready()
-        return entry.forward(self, hidden_states, top_k_index, top_k_weights)
-
-    return experts_forward
+    return fetched_at_first_call(fetch)
 
 
 def _with_gradient_from_transformers(forward: Callable) -> Callable:
@@ -141,24 +99,3 @@ def _with_gradient_from_transformers(forward: Callable) -> Callable:
         return chosen(self, hidden_states, top_k_index, top_k_weights)
 
     return experts_forward
-
-
-class _AfterImport:
-    """Finds transformers.integrations.moe once, and lets register() follow its execution."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != _TABLE_MODULE:
-            return None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        run_module = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            run_module(module)
-            _enter(module.ALL_EXPERTS_FUNCTIONS)
-
-        spec.loader.exec_module = exec_module
-        return spec

@@ -12,7 +12,14 @@ from typing import Any
 
 NORM = "RMSNorm"
 EXPERTS = "experts"
-DEFAULT_REPOS = {NORM: "pallas-hub/rms-norm", EXPERTS: "pallas-hub/moe-experts"}
+ATTENTION = "attention"
+ROUTER = "router"
+DEFAULT_REPOS = {
+    NORM: "pallas-hub/rms-norm",
+    EXPERTS: "pallas-hub/moe-experts",
+    ATTENTION: "pallas-hub/flash-attention",
+    ROUTER: "pallas-hub/moe-experts",
+}
 
 Loader = Callable[[str, "int | None"], ModuleType]
 

@@ -160,7 +160,8 @@ def _plain_attributes(module: Any) -> tuple:
 
 
 def _probe(module: Any, eps: float, has_weight: bool) -> str:
-    candidates = [layers.LLAMA, layers.FLOAT32_SCALE, layers.ZERO_CENTERED] if has_weight else [layers.NO_SCALE]
+    with_weight = [layers.LLAMA, layers.FLOAT32_SCALE, layers.ZERO_CENTERED, layers.WEIGHT_DTYPE]
+    candidates = with_weight if has_weight else [layers.NO_SCALE]
     differences = dict.fromkeys(candidates, 0.0)
     for x_dtype, weight_dtype in _DTYPES if has_weight else ((torch.float32, None), (torch.bfloat16, None)):
         x, weight = _example(width_of(module), x_dtype, weight_dtype)
@@ -198,6 +199,8 @@ def _formula(name: str, x: torch.Tensor, weight: Any, eps: float) -> torch.Tenso
     unit = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     if name == layers.LLAMA:
         return weight * unit.to(x.dtype)
+    if name == layers.WEIGHT_DTYPE:
+        return weight * unit.to(weight.dtype)
     if name == layers.FLOAT32_SCALE:
         return (weight.float() * unit).to(x.dtype)
     if name == layers.ZERO_CENTERED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -10,9 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from pallas_hub.layers import experts, norms, state
+from pallas_hub.layers import attention, experts, norms, processors, routers, state
 from pallas_hub.layers.interface import implementation_for, supports_gradient
-from pallas_hub.layers.loading import DEFAULT_REPOS, EXPERTS, NORM, Kernel, load_kernel
+from pallas_hub.layers.loading import ATTENTION, DEFAULT_REPOS, EXPERTS, NORM, ROUTER, Kernel, load_kernel
 from pallas_hub.layers.repository import (
     PallasLayerRepository,
     can_torch_compile,
@@ -35,7 +36,19 @@ _TOLD: set[str] = set()
 def kind_of(module: nn.Module) -> str | None:
     if norms.is_norm(module):
         return NORM
-    return EXPERTS if experts.is_experts(module) else None
+    if experts.is_experts(module):
+        return EXPERTS
+    if routers.is_router(module):
+        return ROUTER
+    return ATTENTION if processors.is_attention(module) or _is_told_of(module) else None
+
+
+def _is_told_of(module: nn.Module) -> bool:
+    """Whether kernelize has looked at this attention layer of Transformers, which it does not always do."""
+    record = state.record_of(module)
+    return (record is not None and record.layer == attention.LAYER) or (
+        module in REASONS and attention.is_attention(module)
+    )
 
 
 def device_of(module: nn.Module) -> torch.device | None:
@@ -49,6 +62,8 @@ def put_kernels(
     """Swap every layer of a chosen kind that can be swapped. Kernels are loaded only if a layer can use them."""
     fit_norms: list[tuple[nn.Module, norms.Norm]] = []
     fit_experts: list[nn.Module] = []
+    fit_processors: list[nn.Module] = []
+    fit_routers: list[tuple[nn.Module, routers.Router]] = []
     for module in model.modules():
         kind = kind_of(module)
         if kind is not None and kind not in chosen:
@@ -65,6 +80,18 @@ def put_kernels(
                 fit_experts.append(module)
             else:
                 REASONS[module] = reason
+        elif kind == ROUTER:
+            router = routers.recognise(module, device or device_of(module))
+            if isinstance(router, str):
+                REASONS[module] = router
+            else:
+                fit_routers.append((module, router))
+        elif kind == ATTENTION:
+            reason = processors.recognise(module)
+            if reason is None:
+                fit_processors.append(module)
+            else:
+                REASONS[module] = reason
     if fit_norms:
         kernel = _load(chosen[NORM], "rms_norm")
         elsewhere = device_of(model) or torch.device("cpu")  # of layers without a weight
@@ -72,6 +99,39 @@ def put_kernels(
             _put_norm(module, norm, kernel, mode, device or device_of(module) or elsewhere)
     if fit_experts:
         _put_experts(model, fit_experts, chosen[EXPERTS], mode)
+    if fit_processors:
+        _put_processors(fit_processors, chosen[ATTENTION], mode)
+    if fit_routers:
+        _put_routers(fit_routers, chosen[ROUTER])
+
+
+def put_attention(
+    model: nn.Module, choice: str | ModuleType, mode: Mode | None, device: torch.device | None, asked: bool
+) -> None:
+    """Swap the attention of Transformers' models where a TPU runs it, or where it was asked for by its name."""
+    if "transformers" not in sys.modules:
+        return
+    fit: list[Any] = []
+    for module, owner in attention.owners(model):
+        where = device or device_of(module) or torch.device("cpu")
+        if not asked and where.type != "tpu":
+            continue
+        reason = attention.recognise(module, owner)
+        if reason is None:
+            fit.append(module)
+        else:
+            REASONS[module] = reason
+    if not fit:
+        return
+    kernel = _load(choice, attention.LAYER)
+    function = getattr(kernel.module, attention.LAYER)
+    reason = _unfit_for_mode(
+        getattr(function, "has_backward", True), getattr(function, "can_torch_compile", True), mode
+    )
+    if reason is None:
+        attention.switch(model, fit, kernel)
+    else:
+        REASONS.update((module, reason) for module in fit)
 
 
 def _load(choice: str | ModuleType, needed: str) -> Kernel:
@@ -137,6 +197,27 @@ def _put_experts(model: nn.Module, fit: list[nn.Module], choice: str | ModuleTyp
     others = [module for module in model.modules() if kind_of(module) == EXPERTS and id(module) not in swapped]
     name = implementation_for(kernel, default=choice == DEFAULT_REPOS[EXPERTS])
     experts.switch(model, chosen, others, kernel, name)
+
+
+def _put_routers(fit: list[tuple[nn.Module, routers.Router]], choice: str | ModuleType) -> None:
+    kernel = _load(choice, routers.LAYER)
+    for module, router in fit:
+        reason = routers.why_not(module, router, kernel.module)
+        if reason is None:
+            state.bind_forward(module, routers.forward_for(router, kernel.module.router_topk), kernel, routers.LAYER)
+        else:
+            REASONS[module] = reason
+
+
+def _put_processors(fit: list[nn.Module], choice: str | ModuleType, mode: Mode | None) -> None:
+    kernel = _load(choice, processors.LAYER)
+    function = getattr(kernel.module, processors.LAYER)
+    compilable = getattr(function, "can_torch_compile", True)
+    reason = _unfit_for_mode(getattr(function, "has_backward", True), compilable, mode)
+    if reason is None:
+        processors.put(fit, kernel, default=choice == DEFAULT_REPOS[ATTENTION])
+    else:
+        REASONS.update((module, reason) for module in fit)
 
 
 def _unfit_for_mode(differentiable: bool, compilable: bool, mode: Mode | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ LLAMA = "RMSNorm"  # round to x.dtype, then multiply
 ZERO_CENTERED = "RMSNormZeroCentered"  # multiply by 1 + weight in float32, then round (Gemma 1 to 3)
 FLOAT32_SCALE = "RMSNormFloat32Scale"  # multiply by weight in float32, then round (Gemma 4, GPT-OSS, torch.nn.RMSNorm)
 NO_SCALE = "RMSNormNoScale"  # no weight
+WEIGHT_DTYPE = "RMSNormWeightDtype"  # round to weight.dtype, then multiply (Diffusers)
 
 
 class PallasLayerRepository:
@@ -59,7 +61,7 @@ _GUARDED: dict[type[nn.Module], type[nn.Module]] = {}
 def layer_class(kernel: ModuleType, name: str) -> type[nn.Module]:
     """A layer made of the kernel's `rms_norm` where classes keep epsilon under many names; else the kernel's own."""
     layers = getattr(kernel, "layers", None)
-    made = {FLOAT32_SCALE: _float32_scale_layer, NO_SCALE: _no_scale_layer}
+    made = {FLOAT32_SCALE: _float32_scale_layer, NO_SCALE: _no_scale_layer, WEIGHT_DTYPE: _weight_dtype_layer}
     if name not in made:
         own = getattr(layers, name, None)
         if own is None:
@@ -171,3 +173,21 @@ def _no_scale_layer(rms_norm, like: type[nn.Module] | None) -> type[nn.Module]:
             return rms_norm(hidden_states, weight, eps_of(self))
 
     return RMSNormNoScale
+
+
+def _weight_dtype_layer(rms_norm, like: type[nn.Module] | None) -> type[nn.Module]:
+    class RMSNormWeightDtype(nn.Module):
+        can_torch_compile = like is not None and can_torch_compile(like)
+        has_backward = like is None or has_backward(like)
+
+        def forward(self, hidden_states):
+            weight: Any = self._parameters["weight"]
+            if hidden_states.dtype == weight.dtype:
+                return rms_norm(hidden_states, weight, eps_of(self))
+            wide = hidden_states.to(torch.float32)
+            if weight.dtype == torch.float32:
+                return rms_norm(wide, weight, eps_of(self))
+            # Multiplying by one rounds nothing.
+            return rms_norm(wide, torch.ones_like(weight, dtype=torch.float32), eps_of(self)).to(weight.dtype) * weight
+
+    return RMSNormWeightDtype

@@ -27,7 +27,10 @@ class Record:
     changes_forward: bool = False
     old_values: dict[str, Any] = field(default_factory=dict)  # other entries of __dict__ that were exchanged
     new_values: dict[str, Any] = field(default_factory=dict)
-    implementation: str | None = None  # of experts: the name that stands in the config
+    implementation: str | None = None  # of experts: the name that stands in the config; of attention: the backend
+    setting: str = "_experts_implementation"  # the config's attribute in which it stands
+    changes_processor: bool = False  # of a Diffusers attention layer, whose processor had `old_backend` in __dict__
+    old_backend: Any = ABSENT
 
 
 def record_of(module: nn.Module) -> Record | None:
@@ -41,8 +44,10 @@ def is_swapped(module: nn.Module) -> bool:
         return False
     if record.changes_forward:
         return not has_class_forward(module)
+    if record.changes_processor:
+        return getattr(getattr(module, "processor", None), "_attention_backend", None) == record.implementation
     config = module.__dict__.get("config")
-    return getattr(config, "_experts_implementation", None) == record.implementation
+    return getattr(config, record.setting, None) == record.implementation
 
 
 def has_class_forward(module: nn.Module) -> bool:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pallas_hub.layers import experts, norms, state
+from pallas_hub.layers import experts, norms, processors, routers, state
 from pallas_hub.layers.errors import NothingSwapped, NothingSwappedWarning, VerificationError
-from pallas_hub.layers.loading import NORM, KernelChoice, choose_kernels, path_of
-from pallas_hub.layers.place import REASONS, device_of, kind_of, put_kernels
+from pallas_hub.layers.loading import ATTENTION, EXPERTS, NORM, ROUTER, KernelChoice, choose_kernels, path_of
+from pallas_hub.layers.pipeline import as_module, name_of
+from pallas_hub.layers.place import REASONS, device_of, kind_of, put_attention, put_kernels
 from pallas_hub.layers.report import LayerReport, Report
 from pallas_hub.layers.verify import compare_layers
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def kernelize(
-    model: nn.Module,
+    model: nn.Module | Any,
     *,
     kernels: KernelChoice = None,
     mode: Mode | None = None,
@@ -28,8 +29,9 @@ def kernelize(
     verify: bool | Any = False,
     strict: bool = False,
 ) -> Report:
-    """Let the RMSNorm layers and the experts of `model` run Hub kernels. Changes this model only, and in place.
+    """Let the RMSNorm, experts and attention layers of `model` run Hub kernels. Changes this model only, and in place.
 
+    model    a module, or a Diffusers pipeline
     kernels  what to swap and by which kernel: None (all defaults), kinds such as ["RMSNorm"], or a dict such as
              {"RMSNorm": "org/name@1", "experts": None}; values may be loaded kernel modules
     mode     a kernels.Mode, when the use is fixed; None: right in training and evaluation, whichever comes
@@ -41,9 +43,13 @@ def kernelize(
     Raises   VerificationError: a result differs by more than rounding explains; the model is as before.
     """
     chosen = choose_kernels(kernels)
+    model = as_module(model)
     unkernelize(model)  # swapping twice is swapping once, with the kernels of the second call
     try:
-        put_kernels(model, chosen, mode, None if device is None else torch.device(device))
+        where = None if device is None else torch.device(device)
+        put_kernels(model, chosen, mode, where)
+        if ATTENTION in chosen:
+            put_attention(model, chosen[ATTENTION], mode, where, asked=kernels is not None and ATTENTION in kernels)
         report = explain(model)
         if verify is not False and verify is not None and report.swapped:
             _verify(model, report, None if verify is True else verify)
@@ -55,9 +61,10 @@ def kernelize(
     return report
 
 
-def explain(model: nn.Module) -> Report:
+def explain(model: nn.Module | Any) -> Report:
     """What each layer runs now, or why it runs its original code. Changes and loads nothing."""
-    report = Report(model=type(model).__name__)
+    model = as_module(model)
+    report = Report(model=name_of(model))
     elsewhere = device_of(model) or torch.device("cpu")  # of layers without a weight
     for path, module in model.named_modules():
         if kind_of(module) is not None:
@@ -65,15 +72,17 @@ def explain(model: nn.Module) -> Report:
     return report
 
 
-def unkernelize(model: nn.Module) -> nn.Module:
+def unkernelize(model: Any) -> Any:
     """Undo kernelize: every instance dictionary and the config are what they were. Undoing twice is undoing once."""
-    marked = [module for module in model.modules() if state.record_of(module) is not None]
+    modules = list(as_module(model).modules())
+    marked = [module for module in modules if state.record_of(module) is not None]
     for module in marked:
         state.restore_forward(module)
     experts.restore_configs(marked)
+    processors.restore(marked)
     for module in marked:
         del module.__dict__[state.RECORD]
-    for module in model.modules():
+    for module in modules:
         REASONS.pop(module, None)
     return model
 
@@ -84,6 +93,8 @@ def _describe(path: str, module: nn.Module, device: torch.device) -> LayerReport
     kernel, layer = (None, None) if record is None else (record.kernel, record.layer)
     if kernel is None or kernel.module is None or not state.is_swapped(module):
         kernel, layer = experts.kernel_by_setting(module), experts.LAYER
+    if kernel is None:
+        kernel, layer = processors.kernel_by_setting(module), processors.LAYER
     if kernel is None:
         return LayerReport(path, original, swapped=False, reason=_reason(module))
     return LayerReport(
@@ -105,7 +116,13 @@ def _reason(module: nn.Module) -> str:
         return "its kernel was lost, by pickling or by a later change; call kernelize again"
     if module in REASONS:
         return REASONS[module]
-    found = norms.recognise(module) if kind_of(module) == NORM else experts.recognise(module)
+    recognise = {
+        NORM: norms.recognise,
+        EXPERTS: experts.recognise,
+        ATTENTION: processors.recognise,
+        ROUTER: routers.recognise,
+    }
+    found = recognise[kind_of(module) or NORM](module)
     return found if isinstance(found, str) else "kernelize was not called"
 
 
@@ -127,9 +144,13 @@ def _verify(model: nn.Module, report: Report, inputs: Any) -> None:
 
 def _nothing_swapped(report: Report, strict: bool) -> None:
     if not report.layers:
-        text = f"kernelize: {report.model} has no RMSNorm layer and no experts; nothing was swapped."
+        text = (
+            f"kernelize: {report.model} has no RMSNorm layer, no experts, no router and no attention of Diffusers; "
+            "nothing was swapped."
+        )
     else:
-        first = report.layers[0]
+        # A router on a CPU is left alone by intent: what hinders the other layers is the news.
+        first = next((row for row in report.layers if routers.NO_GAIN not in (row.reason or "")), report.layers[0])
         text = (
             f"kernelize: none of the {len(report.layers)} layers of {report.model} that a kernel could serve was "
             f"swapped. The first, {first.path or '(model)'}: {first.reason}. print(explain(model)) lists all."

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pallas_hub.layers import experts, norms, state
+from pallas_hub.layers import attention, experts, norms, processors, routers, state
 
 Measured = tuple[str, float, float, float]  # inputs, max_abs_error, max_rel_error, tolerance
 
@@ -23,16 +23,21 @@ def compare_layers(model: nn.Module, inputs: Any = None) -> dict[str, Measured]:
     each layer is compared at its first call. Layers not reached by that, and models without such inputs, get random
     inputs.
     """
-    layers = {path: module for path, module in model.named_modules() if state.is_swapped(module)}
+    layers = {path: module for path, module in model.named_modules() if _can_compare(module)}
     measured: dict[str, Measured] = {}
     run_inputs = _dummy_inputs(model) if inputs is None else inputs
     if run_inputs is not None:
         _capture(model, layers, run_inputs, measured, must_run=inputs is not None)
     with torch.no_grad():
         for path, module in layers.items():
-            if path not in measured:
+            if path not in measured and not processors.is_attention(module):  # whose inputs only a model can make
                 measured[path] = ("random", *_compare(module, _random_inputs(module), {}))
     return measured
+
+
+def _can_compare(module: nn.Module) -> bool:
+    """A swapped layer that may run twice on the same inputs: attention writes its cache, and gets masks of its own."""
+    return state.is_swapped(module) and not attention.is_attention(module)
 
 
 def _capture(model: nn.Module, layers: dict, inputs: Any, measured: dict, must_run: bool) -> None:
@@ -96,6 +101,8 @@ def _dummy_inputs(model: nn.Module) -> dict | None:
 def _random_inputs(module: nn.Module) -> tuple[torch.Tensor, ...]:
     if experts.is_experts(module):
         return experts.example_inputs(module, tokens=16)
+    if routers.is_router(module):
+        return routers.example_inputs(module, tokens=16)
     weight = module._parameters.get("weight")
     dtype, device = (torch.float32, "cpu") if weight is None else (weight.dtype, weight.device)
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -107,10 +114,15 @@ def _random_inputs(module: nn.Module) -> tuple[torch.Tensor, ...]:
 def _compare(module: nn.Module, args: tuple, kwargs: dict, result: Any = None) -> tuple[float, float, float]:
     if result is None:
         result = module.forward(*args, **kwargs)
+    if routers.is_router(module):
+        return routers.compare(result, type(module).forward(module, *args, **kwargs))
     if experts.is_experts(module):
         old = module.__dict__[state.RECORD].old_values["config"]
         wanted = experts.original_forward(module, old._experts_implementation)(module, *args, **kwargs)
         tolerance = experts.tolerance(module)
+    elif processors.is_attention(module):
+        result, wanted = _as_one(result), _as_one(processors.run_original(module, args, kwargs))
+        tolerance = processors.tolerance(wanted)
     else:
         wanted = type(module).forward(module, *args, **kwargs)
         tolerance = _norm_tolerance(wanted)
@@ -121,6 +133,14 @@ def _compare(module: nn.Module, args: tuple, kwargs: dict, result: Any = None) -
     wanted, result = wanted.double(), result.double()
     error = (result - wanted).abs().max().item()
     return error, error / max(wanted.abs().max().item(), torch.finfo(torch.float32).tiny), tolerance
+
+
+def _as_one(results: Any) -> torch.Tensor:
+    """Joint attention gives a tensor for each of its sequences: as rows of one."""
+    if isinstance(results, torch.Tensor):
+        return results
+    rows = [result.flatten(0, -2) for result in results if result is not None]
+    return torch.cat(rows) if len({row.shape[-1] for row in rows}) == 1 else torch.cat([row.flatten() for row in rows])
 
 
 def _norm_tolerance(result: torch.Tensor) -> float:
