@@ -4,6 +4,7 @@
 #
 # TORCH=torch==2.13.0            another torch version
 # TORCH_INDEX=URL                another package index for torch (the CPU build is enough)
+# WORKERS=2                      processes that run tests at once, 1 to 2 GB each
 # PYTHON=python3.11              the interpreter of .venv
 # PYTHON_NEWEST=python3.13       the interpreter of .venv-newest: the newest JAX, JAX code only
 
@@ -16,6 +17,10 @@ JAX_TESTS := $(wildcard kernels/*/tests/test_*_config.py kernels/*/tests/test_*_
              $(addprefix tests/aot/test_aot_,traffic.py bundles.py surroundings.py)
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+WORKERS ?= 2
+# Tests of one file stay in one process, since they share what is expensive to make. More than one thread of torch in each
+# process would only wait for the others.
+PYTEST_OPTIONS := -n $(WORKERS) --dist loadfile
 
 export JAX_PLATFORMS ?= cpu
 # torch loads torch_tpu at import where it is installed, which looks for TPU hardware.
@@ -24,7 +29,7 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD ?= 0
 .PHONY: help demo test test-torch test-newest-jax check format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 demo: .venv/ready
 	.venv/bin/pallas-hub demo
@@ -32,7 +37,7 @@ demo: .venv/ready
 test: test-torch test-newest-jax
 
 test-torch: .venv/ready
-	.venv/bin/python -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_OPTIONS) $(TESTS)
 
 # The JAX code of every kernel, interpreted and compiled with the newest JAX, which needs Python 3.12 or newer.
 ifeq ($(PYTHON_NEWEST),)
@@ -40,7 +45,7 @@ test-newest-jax:
 	@echo "not run: the tests with the newest JAX need Python 3.13 (set PYTHON_NEWEST)"
 else
 test-newest-jax: .venv-newest/ready
-	.venv-newest/bin/python -m pytest $(JAX_TESTS)
+	.venv-newest/bin/python -m pytest $(PYTEST_OPTIONS) $(JAX_TESTS)
 endif
 
 check: .venv/ready
@@ -58,7 +63,7 @@ format: .venv/ready
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	.venv/bin/python -m pip install --quiet -c tests/constraints.txt --group dev -e '.[jax,tpu,aot,transformers,serve,bench]' $(TORCH)
+	.venv/bin/python -m pip install --quiet -c tests/constraints.txt --group dev -e '.[jax,tpu,aot,transformers,diffusers,tokamax,serve,bench]' $(TORCH)
 	touch $@
 
 .venv-newest/ready: tests/constraints-newest.txt

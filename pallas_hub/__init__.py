@@ -4,6 +4,7 @@ get_kernel("pallas-hub/rms-norm")   a kernel repo from the Hub, the cache, or th
 kernelize(model)                    RMSNorm layers and experts of a model run Hub kernels from now on
 explain(model)                      which layer runs which kernel, or why it was left alone
 unkernelize(model)                  as before
+quantize_experts(model, "int8")     experts in one byte a weight, or half of one, in place
 
 Importing this package loads neither JAX nor Transformers and opens no connection.
 """
@@ -13,10 +14,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pallas_hub.layers.interface import register_when_imported
+from pallas_hub.layers import diffusers_backend, interface
 
 if TYPE_CHECKING:
-    from pallas_hub.layers import explain, kernelize, unkernelize
+    from pallas_hub.layers import explain, kernelize, quantize_experts, unkernelize
     from pallas_hub.registry import get_kernel, has_kernel, list_kernels, loaded_from
     from pallas_hub.registry.errors import PallasHubError
 
@@ -29,6 +30,7 @@ __all__ = [
     "kernelize",
     "list_kernels",
     "loaded_from",
+    "quantize_experts",
     "unkernelize",
 ]
 
@@ -41,6 +43,7 @@ _HOMES = {
     "loaded_from": "pallas_hub.registry",
     "kernelize": "pallas_hub.layers",
     "explain": "pallas_hub.layers",
+    "quantize_experts": "pallas_hub.layers",
     "unkernelize": "pallas_hub.layers",
 }
 
@@ -55,5 +58,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-# Transformers checks `experts_implementation="pallas"` against a table; the entry is made when that table is imported.
-register_when_imported()
+# Transformers checks `experts_implementation="pallas"` against a table, and Diffusers set_attention_backend("pallas").
+# The entries are made when these tables are imported.
+interface.register_when_imported()
+diffusers_backend.register_when_imported()

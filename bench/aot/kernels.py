@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pallas_hub.bench.aot import moe_peers
 from pallas_hub.bench.aot.programs import Workload, find_program, kernel_programs
 from pallas_hub.bench.aot.report import Report, build_report, check_targets
 from pallas_hub.bench.aot.runner import DEFAULT_TIMEOUT_S, Job, require_libtpu, run_jobs
@@ -16,10 +17,15 @@ IMPLS = {
     "ours": "ours",
     "products": "two ragged dots",
     "jax": "megablox",
+    "jax-paged": "ragged paged attention",
+    "jax-splash": "splash",
+    "jax-flash": "jax flash",
     "tokamax": "tokamax",
+    "lax": "lax.ragged_dot",
     "xla": "XLA",
     "xla-kernel": "XLA, kernel option",
     "batched_mm": "batched_mm",
+    **moe_peers.NAMES,
 }
 
 
@@ -158,13 +164,19 @@ def compile_wishes(
 
 
 def _peers(module: Any, kernel: str, versus: Sequence[str]) -> list[str]:
-    known = dict.fromkeys(peer.partition("-")[0] for peer in module.PEERS)
+    # Every kernel has a peer "xla"; for experts layers it is told by the function that XLA expands.
+    versus = ["lax" if name == "xla" and "lax" in module.PEERS else name for name in versus]
+    known = dict.fromkeys(name for peer in module.PEERS for name in (peer.partition("-")[0], peer))
     for name in versus:
         if name not in known:
             raise ValueError(f"--vs for {kernel} must be among {', '.join(known)}; got {name!r}.")
-    if "tokamax" in versus and importlib.util.find_spec("tokamax") is None:
-        raise ValueError("--vs tokamax needs tokamax; try `pip install tokamax==0.0.12`.")
-    return [peer for peer in module.PEERS if peer.partition("-")[0] in versus]
+        if name.startswith("tokamax") and importlib.util.find_spec("tokamax") is None:
+            raise ValueError("--vs tokamax needs tokamax; try `pip install tokamax==0.0.12`.")
+        if name in moe_peers.PEERS and not moe_peers.installed():
+            raise ValueError(f"--vs {name} needs tokamax 0.0.17 or newer, which needs Python 3.12; {moe_peers.MEND}")
+    left_out = () if moe_peers.installed() else moe_peers.PEERS
+    wanted = [peer for peer in module.PEERS if peer in versus or peer.partition("-")[0] in versus]
+    return [peer for peer in wanted if peer not in left_out]
 
 
 def _blocks(module: Any, workload: Workload, target: str, impl: str) -> list[dict[str, int] | None]:
@@ -176,8 +188,10 @@ def _blocks(module: Any, workload: Workload, target: str, impl: str) -> list[dic
 def _notes(wish: Wish, program: Any) -> list[str]:
     notes = [program.note] if program.note else []
     if program.counted_as:
-        notes.append("bytes counted for megablox at the same tile")
+        notes.append(program.counted_note)
     module = kernel_programs(wish.kernel)
+    if wish.kernel == "moe-experts" and wish.impl == "ours" and not wish.blocks:
+        notes.append("no blocks: these sizes run as two ragged dots, which choose their own")
     if wish.impl == "ours" and wish.blocks is not None and hasattr(module, "default_blocks"):
         default = module.default_blocks(wish.workload.op, wish.workload.case, wish.target)
         if wish.blocks != default:

@@ -10,6 +10,7 @@ speed; it tells good block sizes from bad ones, not good from good. docs/aot.md 
 from __future__ import annotations
 
 import functools
+import inspect
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -128,6 +129,21 @@ def _sum(values: Any) -> Any:
     return None if None in values else sum(values)
 
 
+def _check_call(fn: Callable, args: Sequence[Any], static: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # of some builtins nobody knows it
+        return
+    try:
+        signature.bind(*args, **static)
+    except TypeError as error:
+        given = ", ".join([f"{len(args)} arrays", *static])
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(
+            f"compile_report: {name}{signature} must take what args and options hold; got {given}: {error}."
+        ) from None
+
+
 def compile_report(
     fn: Callable,
     args: Sequence[Any],
@@ -148,8 +164,8 @@ def compile_report(
              the traffic depends on the values, such as group sizes
     Units    least_bytes in bytes, flops in floating-point operations: for the roofline
     Returns  a Report; a list of them, in order, when `target` is a sequence
-    Raises   what tracing `fn` raises; ValueError: unknown target; ImportError: no libtpu or flatbuffers.
-             What the TPU compiler refuses is in the report.
+    Raises   TypeError: `fn` can't be called so.  What tracing `fn` raises.  ValueError: unknown target.
+             ImportError: no libtpu or flatbuffers.  What the TPU compiler refuses is in the report.
     """
     from pallas_hub.bench.aot.surroundings import split_at_kernels
     from pallas_hub.bench.aot.traffic import TrafficUnknown, count_traffic
@@ -157,6 +173,7 @@ def compile_report(
     require_libtpu()
     targets = [target] if isinstance(target, str) else list(target)
     check_targets(targets)
+    _check_call(fn, args, static)
     program, shapes = functools.partial(fn, **static), shapes_of(args)
     counted: dict[str, Any] = {}
     try:
@@ -196,8 +213,18 @@ def build_report(
     hardware = HARDWARE[job.target]
     operations = result.get("xla")
     notes = [*notes, *(result[key] for key in ("traffic_reason",) if key in result)]
+    xla_us = None if operations is None else sum(_operation_us(operation, hardware) for operation in operations)
+    xla_bytes = None if operations is None else sum(operation["hbm_bytes"] for operation in operations)
+    cost = result.get("cost", {})
     if operations is None and "xla_reason" in result:
-        notes.append(f"no estimate of the XLA operations: {result['xla_reason']}")
+        if {"seconds", "flops", "bytes"} <= set(cost) and not result.get("kernels"):
+            xla_us, xla_bytes = cost["seconds"] * 1e6, int(cost["bytes"])
+            notes.append(
+                f"time and bytes by the compiler's own cost analysis ({cost['flops'] / 1e9:.0f} GFLOP), since its "
+                f"profiler stops: {result['xla_reason']}"
+            )
+        else:
+            notes.append(f"no estimate of the XLA operations: {result['xla_reason']}")
     return Report(
         label=job.label,
         target=job.target,
@@ -206,9 +233,9 @@ def build_report(
         compile_seconds=result.get("seconds"),
         cached=result.get("cached", False),
         kernels=tuple(_match(result.get("kernels", []), result.get("traffic", []), job)),
-        xla_us=None if operations is None else sum(_operation_us(operation, hardware) for operation in operations),
+        xla_us=xla_us,
         xla_operations=len(operations or []),
-        xla_bytes=None if operations is None else sum(operation["hbm_bytes"] for operation in operations),
+        xla_bytes=xla_bytes,
         least_bytes=least_bytes,
         flops=flops,
         hbm_temporary_bytes=result.get("hbm_temporary_bytes"),

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_hub.bench.aot.files import replace_text
+from pallas_hub.bench.aot.programs import folder_of
 from pallas_hub.bench.aot.workers import Workers
 from pallas_hub.bench.kernel_source import kernel_folder
 from pallas_hub.registry.paths import cache_root
@@ -162,8 +163,8 @@ def _key(job: Job, dump: str) -> str:
     here = Path(__file__).parent
     sources = [here / f"{name}.py" for name in _WORKER_FILES] + [here.parent / "tpu_compile.py"]
     if "kernel" in program:
-        sources += [here / "programs.py", *sorted(here.glob("of_*.py"))]
-        sources += _sources_in(kernel_folder(program["kernel"]))
+        sources += [here / "programs.py", here / "moe_peers.py", *sorted(here.glob("of_*.py"))]
+        sources += _sources_in(kernel_folder(folder_of(program["kernel"])))
     elif (place := _file_of(program.get("function", ""))) is not None:
         sources += sorted(place.parent.glob("*.py"))
     sources += [Path(arg) for arg in program.get("args", []) if arg.endswith(".npy")]
@@ -225,4 +226,10 @@ def plain_reason(error: str) -> str:
         return f"a block's last two sizes must be multiples of {match[1]} and {match[2]}, or span the whole array"
     if "Not implemented" in error:
         return "the TPU compiler lacks it: " + error[error.index("Not implemented") :].splitlines()[0][:160]
-    return error.splitlines()[0][:200]
+    if "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error:
+        return _shortened(" ".join(error.split()), 600)  # what took the memory stands at the end
+    return _shortened(error.splitlines()[0], 200)
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length].rpartition(" ")[0] + " ..."

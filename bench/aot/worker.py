@@ -123,7 +123,15 @@ def _compile(job: dict[str, Any], loaded: Any) -> dict[str, Any]:
         "status": "compiled",
         "seconds": time.perf_counter() - started,
         "hbm_temporary_bytes": memory.temp_size_in_bytes,
+        "cost": _compilers_own_cost(compiled),
     }
+
+
+def _compilers_own_cost(compiled: Any) -> dict[str, float]:
+    """What the compiler reckons for the whole program: seconds, operations and bytes; it can't see into kernels."""
+    cost = compiled.cost_analysis() or {}
+    names = {"seconds": "optimal_seconds", "flops": "flops", "bytes": "bytes accessed"}
+    return {ours: float(cost[theirs]) for ours, theirs in names.items() if cost.get(theirs, 0) > 0}
 
 
 def _count(loaded: Any, device: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Transformers rows go through the module's own dispatch, as they do in a model.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,8 @@ class ExpertsSize:
 DEFAULT_WORKLOAD = "qwen3-30b-a3b"
 SMALL = ExpertsSize(experts=16, hidden=256, intermediate=128, top_k=4)
 
-_SLOW = ("torch.compile of grouped_mm", "jitted JAX, no Pallas")
+_TOKAMAX = "tokamax-ragged-dot"
+_SLOW = ("torch.compile of grouped_mm", "jitted JAX, no Pallas", _TOKAMAX)
 
 # The operator that shows which product ran: torch's grouped product, or the loop Transformers falls back to.
 _GROUPED_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
@@ -68,12 +70,11 @@ def cases(
         dtype = getattr(torch, dtype_name)
         module = experts_module(size, dtype)
         for count in tokens:
-            yield _case(kernel, workload, size, module, dtype, count, everything)
+            yield make_case(kernel, workload, size, module, dtype, count, everything)
 
 
 def experts_module(size: ExpertsSize, dtype: Any) -> Any:
     """Transformers' own experts module with random weights of the size a trained model has."""
-    import torch
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -83,6 +84,13 @@ def experts_module(size: ExpertsSize, dtype: Any) -> Any:
         moe_intermediate_size=size.intermediate,
         num_experts_per_tok=size.top_k,
     )
+    return with_random_weights(Qwen3MoeExperts, config, size, dtype)
+
+
+def with_random_weights(cls: Any, config: Any, size: ExpertsSize, dtype: Any) -> Any:
+    """An experts module of this class. Raises   MemoryError: it takes more than there is."""
+    import torch
+
     need, available = 3 * size.experts * size.hidden * size.intermediate * dtype.itemsize, available_memory_bytes()
     if available is not None and need > 0.8 * available:
         raise MemoryError(
@@ -90,7 +98,7 @@ def experts_module(size: ExpertsSize, dtype: Any) -> Any:
             "Choose a smaller --workload or --dtype bfloat16."
         )
     with torch.device("meta"):
-        module = Qwen3MoeExperts(config).to(dtype)
+        module = cls(config).to(dtype)
     module = module.to_empty(device="cpu").requires_grad_(False).eval()
     generator = torch.Generator().manual_seed(0)
     for weight in module.parameters():
@@ -111,7 +119,7 @@ def routed_inputs(size: ExpertsSize, dtype: Any, tokens: int) -> tuple[Any, Any,
     return hidden, index, weights
 
 
-def _case(
+def make_case(
     kernel: Any, workload: str, size: ExpertsSize, module: Any, dtype: Any, tokens: int, everything: bool
 ) -> Case:
 
@@ -132,8 +140,15 @@ def _case(
             *_implementations(kernel, size, module, arguments),
             *(_slow_rivals(module, arguments) if everything else ()),
         ],
-        unavailable={} if everything else dict.fromkeys(_SLOW, "slow to start or to run; --all measures it"),
+        unavailable=_unavailable(everything),
     )
+
+
+def _unavailable(everything: bool) -> dict[str, str]:
+    left_out = {} if everything else dict.fromkeys(_SLOW, "slow to start or to run; --all measures it")
+    if importlib.util.find_spec("tokamax") is None:
+        left_out[_TOKAMAX] = "needs tokamax: pip install tokamax"
+    return left_out
 
 
 def _implementations(kernel: Any, size: ExpertsSize, module: Any, arguments: tuple) -> list[Implementation]:
@@ -172,14 +187,28 @@ def _through_transformers(module: Any, name: str, arguments: tuple) -> Callable[
 
 
 def _slow_rivals(module: Any, arguments: tuple) -> list[Implementation]:
-    """torch.compile of the one form that traces as one graph, and XLA's own ragged product."""
+    """torch.compile of the one form that traces as one graph, XLA's own ragged product, and Tokamax's."""
     import torch
 
     compiled = torch.compile(_through_transformers(module, "grouped_mm", arguments), fullgraph=True)
-    calls = (compiled, _jitted_jax(module, arguments))
-    paths = ("inductor", "XLA CPU, jax.lax.ragged_dot")
-    rows = [Implementation(name, call, path=path) for name, call, path in zip(_SLOW, calls, paths, strict=True)]
+    calls = (compiled, _jitted_jax(module, arguments), _tokamax(module, arguments))
+    paths = ("inductor", "XLA CPU, jax.lax.ragged_dot", "XLA CPU, Tokamax's xla implementation")
+    rows = [
+        Implementation(name, call, path=path)
+        for name, call, path in zip(_SLOW, calls, paths, strict=True)
+        if call is not None
+    ]
     return [without_gradients(row) for row in rows]
+
+
+def _tokamax(module: Any, arguments: tuple) -> Callable[[], Any] | None:
+    """The kernel repo made of Tokamax's op, where tokamax is installed."""
+    if importlib.util.find_spec("tokamax") is None:
+        return None
+    from pallas_hub.registry import load_source
+
+    kernel, (hidden, index, weights) = load_source(_TOKAMAX), arguments
+    return lambda: kernel.moe_experts(hidden, module.gate_up_proj, module.down_proj, index, weights)
 
 
 def _jitted_jax(module: Any, arguments: tuple) -> Callable[[], Any]:
@@ -215,6 +244,7 @@ def torch_loop(module: Any, hidden: Any, index: Any, weights: Any) -> Any:
     import torch
     from torch.nn import functional
 
+    activation = getattr(module, "act_fn", functional.silu)
     order = index.flatten().argsort(stable=True)
     rows = order // index.shape[1]
     scale = weights.flatten()[order, None]
@@ -227,7 +257,7 @@ def torch_loop(module: Any, hidden: Any, index: Any, weights: Any) -> Any:
         here = slice(start, start + count)
         start += count
         gate, up = functional.linear(hidden[rows[here]], module.gate_up_proj[expert]).chunk(2, dim=-1)
-        product = functional.linear(functional.silu(gate) * up, module.down_proj[expert])
+        product = functional.linear(activation(gate) * up, module.down_proj[expert])
         result.index_add_(0, rows[here], (product * scale[here]).float())
     return result.to(hidden.dtype)
 
@@ -236,11 +266,12 @@ def exact_experts(module: Any, hidden: Any, index: Any, weights: Any) -> Any:
     """The layer in float64, straight from its definition; one expert's weights are widened at a time."""
     import torch
 
+    activation = getattr(module, "act_fn", torch.nn.functional.silu)
     result = torch.zeros(hidden.shape, dtype=torch.float64)
     wide, scale = hidden.double(), weights.double()
     for expert in index.unique().tolist():
         token, slot = torch.where(index == expert)
         gate, up = (wide[token] @ module.gate_up_proj[expert].double().T).chunk(2, dim=-1)
-        product = (gate * torch.sigmoid(gate) * up) @ module.down_proj[expert].double().T
+        product = (activation(gate) * up) @ module.down_proj[expert].double().T
         result.index_add_(0, token, product * scale[token, slot, None])
     return result

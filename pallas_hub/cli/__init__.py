@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     args = build_parser().parse_args(argv)
-    if args.command in _WITHOUT_DEVICES:
+    if args.command in _WITHOUT_DEVICES and getattr(args, "device", "cpu") == "cpu":
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     command = importlib.import_module(f"pallas_hub.cli.{COMMANDS[args.command]}")

@@ -36,7 +36,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", metavar="KERNEL", help="rms-norm, ragged-dot, moe-experts, or path/to/file.py:function")
+    parser.add_argument(
+        "what",
+        metavar="KERNEL",
+        type=kernel_name,
+        help="rms-norm, ragged-dot, moe-experts, router, or path/to/file.py:function",
+    )
     parser.add_argument(
         "--target", action="extend", type=_names, metavar="T,T", help="of v5e, v5p, v6e, tpu7x; default: all"
     )
@@ -53,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=_names,
         default=[],
         metavar="WHO",
-        help="peers: xla; not for rms-norm: jax, tokamax; for moe-experts also products, batched_mm",
+        help="peers: xla; not for rms-norm: jax, tokamax; for moe-experts also products, lax, batched_mm; docs/aot.md",
     )
     parser.add_argument("--arg", action="append", default=[], metavar="SPEC", help="bf16[512,2048], or a .npy file")
     parser.add_argument("--workers", type=_positive, metavar="N", help="processes at once; default: one per core")
@@ -75,9 +80,16 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="m=M,...",
         help="sizes of your own, in the kernel's letters: m=4096,n=5120 (and residual, float32, ...) for rms-norm, "
-        "m=512,k=2048,n=1536,g=128 for ragged-dot, t=64,h=2048,i=768,e=128,k=8 for moe-experts; rows go to groups and "
-        "tokens to experts at random (seed 0); repeatable",
+        "m=512,k=2048,n=1536,g=128 for ragged-dot, t=64,h=2048,i=768,e=128,k=8 (and int8, fp8, int4, ...) for "
+        "moe-experts; rows go to groups and tokens to experts at random (seed 0); repeatable",
     )
+
+
+def kernel_name(text: str) -> str:
+    """rms_norm and pallas-hub/rms-norm@1 are rms-norm as well; a file's function stays as it is."""
+    if ":" in text or text.endswith(".py"):
+        return text
+    return text.rpartition("/")[2].partition("@")[0].replace("_", "-")
 
 
 def _names(text: str) -> list[str]:

@@ -9,17 +9,22 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-_WORKLOADS = {"moe-experts": "ragged_dot", "ragged-dot": "ragged_dot", "rms-norm": "rms_norm"}
+_WORKLOADS = {"moe-experts": "moe_experts", "ragged-dot": "ragged_dot", "rms-norm": "rms_norm"}
 _EPILOG = """\
 examples:
   pallas-hub bench ragged-dot --tokens 1 8 64 --dtype bfloat16
   pallas-hub bench rms-norm --cold --json
   pallas-hub bench ragged-dot --workload small --seconds 2 --plot bench.png
   pallas-hub bench bridge
+  pallas-hub bench decode --batch 1 8 64
+  pallas-hub bench decode --workload gemma4-26b-a4b --layers 2 --dtype float32
 
 Every implementation is compared with a float64 result first. One that is wrong is reported, not timed, and the exit
 code is 1. `x best other` is the speed against the fastest of all other rows; `of stream` is the bandwidth achieved
 on the least possible bytes, as a share of a plain streaming run over the same buffers in the same rounds.
+
+`decode` takes a model with the layers of a real one, fewer of them, and decodes with Transformers' implementations of
+the experts and with kernelize, a step of each in turn, on the same tokens; their logits are compared.
 """
 
 
@@ -31,7 +36,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=[*_WORKLOADS, "bridge"], help="a kernel, or the cost of the torch-JAX bridge")
+    parser.add_argument(
+        "what",
+        choices=[*_WORKLOADS, "bridge", "decode"],
+        help="a kernel, the cost of the torch-JAX bridge, or decoding with a whole model",
+    )
     parser.add_argument("--workload", metavar="NAME", help="a named model size (an unknown name lists them)")
     parser.add_argument(
         "--dtype", nargs="+", choices=["bfloat16", "float32", "float16"], help="default: bfloat16 float32"
@@ -44,6 +53,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--all", action="store_true", help="also the rivals that take seconds per call")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="save a bar chart (needs matplotlib)")
+    whole = parser.add_argument_group("decode only")
+    whole.add_argument("--batch", nargs="+", type=_positive, default=[1, 8, 64], metavar="N", help="default: 1 8 64")
+    whole.add_argument("--layers", type=_positive, default=4, metavar="N", help="layers of the model (default: 4)")
+    whole.add_argument("--prompt", type=_positive, default=16, metavar="N", help="tokens before (default: 16)")
+    whole.add_argument("--new-tokens", type=_positive, default=16, metavar="N", help="steps to time (default: 16)")
+    whole.add_argument("--device", default="cpu", metavar="NAME", help="where the model runs (default: cpu)")
     parser.set_defaults(run=run)
 
 
@@ -57,6 +72,8 @@ def _positive(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     if args.what == "bridge":
         return _run_bridge(args)
+    if args.what == "decode":
+        return _run_decode(args)
     from pallas_hub.bench import machine, plots, report
     from pallas_hub.bench.loading import load_kernel, record_paths_of
     from pallas_hub.bench.runner import run_case
@@ -106,6 +123,31 @@ def _run_bridge(args: argparse.Namespace) -> int:
     else:
         print(report.bridge_text(about, lines))
     return 0
+
+
+def _run_decode(args: argparse.Namespace) -> int:
+    from pallas_hub.bench import decode_run
+
+    dtypes = args.dtype or ["bfloat16"]
+    try:
+        if args.tokens or args.cold or args.plot or len(dtypes) > 1:
+            raise ValueError("decode takes --batch, not --tokens, one --dtype, and neither --cold nor --plot.")
+        options = decode_run.Options(
+            workload=args.workload,
+            dtype=dtypes[0],
+            layers=args.layers,
+            batch=tuple(args.batch),
+            prompt=args.prompt,
+            new_tokens=args.new_tokens,
+            device=args.device,
+            repo=args.repo,
+            source=args.source,
+            everything=args.all,
+            json=args.json,
+        )
+        return decode_run.run(options)
+    except Exception as error:
+        return _fail(error)
 
 
 def _fail(error: Exception) -> int:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pallas_hub.cli.aot import _names, _positive, _progress, _seconds, add_shape
+from pallas_hub.cli.aot import _names, _positive, _progress, _seconds, add_shape, kernel_name
 
 _EPILOG = """\
 examples:
@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("kernel", metavar="KERNEL", help="rms-norm or ragged-dot")
+    parser.add_argument("kernel", metavar="KERNEL", type=kernel_name, help="rms-norm or ragged-dot")
     parser.add_argument("--target", required=True, metavar="T", help="one of v5e, v5p, v6e, tpu7x")
     parser.add_argument(
         "--workload", action="extend", type=_names, default=[], metavar="NAME", help="cases whose name contains this"
@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     def show(tuned: tuning.Tuned) -> None:
         what = f"{tuned.workload.case} {tuned.workload.op}"
         times = f"{_us(tuned.modelled_us)} (default {_us(tuned.default_us)}, gain {tuned.gain:.1%})"
-        print(f"{what}: {tuned.use} modelled {times}, {tuned.tried} tried, {len(tuned.failed)} failed", flush=True)
+        tried = f"the default and {tuned.tried - 1} others tried"
+        print(f"{what}: {tuned.use} modelled {times}, {tried}, {len(tuned.failed)} failed", flush=True)
         for line in tuned.failed:
             print(f"  failed {line}", file=sys.stderr)
         # Written as each workload ends, so that stopping loses nothing.

@@ -221,6 +221,18 @@ def test_no_name_is_not_every_name(option, capsys):
     assert f"{option}: takes names with commas between them; got ' , '" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "pallas-hub/rms-norm", "pallas-hub/rms_norm@1"])
+@pytest.mark.parametrize("command", ["aot", "tune"])
+def test_other_spellings_of_a_kernel_are_understood(command, name, capsys):
+    assert main([command, name, "--target", "v6e", "--workload", "nowhere"]) == 1
+    assert f"pallas-hub {command}: rms-norm has no workload 'nowhere'; there are: " in capsys.readouterr().err
+
+
+def test_sizes_without_blocks_say_what_runs(compiled, capsys):
+    main(["aot", "moe-experts", "--target", "v6e", "--workload", "gpt-oss-20b-t4096"])
+    assert "no blocks: these sizes run as two ragged dots, which choose their own" in capsys.readouterr().out
+
+
 def test_a_name_given_twice_counts_once_and_a_page_can_be_printed(compiled, capsys):
     assert main([*COMMAND, "--target", "v6e,v6e", "--html", "-"]) == 0
     out = capsys.readouterr().out

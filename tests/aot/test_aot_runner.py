@@ -77,6 +77,17 @@ def test_library_refuses_an_unknown_target():
         compile_report(aot_kernels.add_one, [jax.ShapeDtypeStruct((8, 128), "float32")], target="v9")
 
 
+def test_library_says_what_a_function_takes():
+    one = jax.ShapeDtypeStruct((8, 128), "float32")
+    message = r"^compile_report: add\(x, y\) must take what args and options hold; got 1 arrays, z: .*\.$"
+
+    def add(x, y):
+        return x + y
+
+    with pytest.raises(TypeError, match=message):
+        compile_report(add, [one], z=3)
+
+
 def test_second_run_comes_from_the_cache(tmp_path):
     wanted = job("add_one", "f32[64,128]")
     (first,) = run(tmp_path, wanted)
@@ -326,6 +337,11 @@ def test_last_words(code, stderr, words):
         ),
         ("X: Used 256.00M of 127.94M vmem. Exceeded", "needs 256.00M of VMEM, there are 127.94M: smaller blocks"),
         ("TypeError: something else\nmore", "TypeError: something else"),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in vmem.\n\n" + "scoped " * 40 + "\n129.0M is taken",
+            "129.0M is taken",
+        ),
+        ("X: " + "word " * 100, "word ..."),
     ],
 )
 def test_reasons(error, words):

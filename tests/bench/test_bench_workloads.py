@@ -42,13 +42,15 @@ def test_every_implementation_of_the_experts_is_right(dtype, tokens):
 
 def test_the_slow_rivals_are_named_and_are_right():
     (case,) = ragged_dot.cases(types.ModuleType("empty"), "small", ["float32"], [3])
-    assert case.unavailable.keys() == {"torch.compile of grouped_mm", "jitted JAX, no Pallas"}
+    assert case.unavailable.keys() == {"torch.compile of grouped_mm", "jitted JAX, no Pallas", "tokamax-ragged-dot"}
     (case,) = ragged_dot.cases(types.ModuleType("empty"), "small", ["float32"], [3], everything=True)
     assert case.unavailable == {}
-    case.implementations = [row for row in case.implementations if row.name == "jitted JAX, no Pallas"]
-    (row,) = run_case(case, seconds=0.01).rows
-    assert row.timing
-    assert row.check.error < case.tolerance
+    jax = ("jitted JAX, no Pallas", "tokamax-ragged-dot")
+    case.implementations = [row for row in case.implementations if row.name in jax]
+    assert len(case.implementations) == 2
+    for row in run_case(case, seconds=0.01).rows:
+        assert row.timing
+        assert row.check.error < case.tolerance
 
 
 def test_transformers_rows_run_what_their_name_says():
@@ -145,3 +147,32 @@ def test_workloads_come_from_the_kernels_own_cases():
         64: 4096,
         4096: 4096,
     }
+
+
+@pytest.mark.parametrize("workload", ["small", "gemma4-26b-a4b"])
+def test_experts_are_called_as_in_a_model_and_all_implementations_are_right(workload, monkeypatch):
+    """The class of each model with its own activation; small, so that it takes no time."""
+    import moe_experts as kernel
+
+    from pallas_hub.bench.workloads import moe_experts
+
+    assert moe_experts.workloads(kernel).keys() == {"qwen3-30b-a3b", "gemma4-26b-a4b", "small"}
+    monkeypatch.setattr(moe_experts, "workloads", lambda kernel: {workload: SMALL})
+    (case,) = moe_experts.cases(kernel, workload, ["float32"], [5])
+    result = run_case(case, seconds=0.01)
+    assert [row.name for row in result.rows if row.failed] == []
+    assert "moe_experts" in {row.name for row in result.rows if row.timing}
+
+
+def test_another_activation_is_found_out(monkeypatch):
+    import moe_experts as kernel
+
+    from pallas_hub.bench.workloads import moe_experts
+
+    other = types.ModuleType("other")
+    other.experts_forward = lambda module, hidden, index, weights: kernel.moe_experts(
+        hidden, module.gate_up_proj, module.down_proj, index, weights, activation="silu"
+    )
+    monkeypatch.setattr(moe_experts, "workloads", lambda kernel: {"gemma4-26b-a4b": SMALL})
+    (case,) = moe_experts.cases(other, "gemma4-26b-a4b", ["float32"], [5])
+    assert [row.name for row in run_case(case, seconds=0.01).rows if row.failed] == ["moe_experts"]

@@ -66,8 +66,8 @@ def test_kernelize_with_the_published_kernels(loader, name):
     model = tiny(name)
     before = logits(model)
     report = pallas_hub.kernelize(model, verify=True)
-    assert not report.left_alone
-    assert {(layer.kernel, layer.version, layer.source, layer.runs) for layer in report} <= {
+    assert all("Router" in layer.original for layer in report.left_alone)  # which gain nothing on a CPU
+    assert {(layer.kernel, layer.version, layer.source, layer.runs) for layer in report.swapped} <= {
         ("pallas-hub/rms-norm", 1, "hub", "torch"),
         ("pallas-hub/moe-experts", 1, "hub", "torch"),
     }
@@ -116,7 +116,7 @@ def test_the_interpreted_pallas_kernels_compute_the_model(loader, monkeypatch):
     before = logits(model)
     pallas_hub.kernelize(model)
     monkeypatch.setenv("PALLAS_HUB_INTERPRET", "1")
-    assert {layer.runs for layer in pallas_hub.explain(model)} == {"interpret"}
+    assert {layer.runs for layer in pallas_hub.explain(model) if layer.swapped} == {"interpret"}
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
 
 

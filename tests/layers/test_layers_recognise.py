@@ -41,7 +41,6 @@ ZERO_CENTERED = {
 }
 NO_RMS_NORM = {
     # Their names say RMSNorm and their structure fits, but they compute something else.
-    "IdeficsRMSNorm",  # keeps float32 between normalising and a float32 weight
     "MuseSparkTextCenteredRMSNorm",  # adds one to the weight in the weight's dtype
     "MuseSparkTextInputScaledRMSNorm",  # scales before it normalises
     "HYV4UnweightedRMSNorm",  # the reciprocal root alone
@@ -73,6 +72,7 @@ def test_every_rms_norm_of_transformers_is_told_apart():
     for name in ZERO_CENTERED:
         assert found[name].layer == "RMSNormZeroCentered", name
     assert found["Gemma4RMSNorm"] == norms.Norm("RMSNormFloat32Scale", marked=None)
+    assert found["IdeficsRMSNorm"] == norms.Norm("RMSNormWeightDtype", marked=None)
     for name in NO_RMS_NORM:
         assert "computes something else than the kernel" in found[name], name
     for name, norm in found.items():

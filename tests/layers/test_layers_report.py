@@ -22,7 +22,10 @@ def untouched(model) -> bool:
 
 def test_nothing_to_swap_is_a_warning_and_strictly_an_error():
     model = nn.Sequential(nn.Linear(4, 4))
-    message = "kernelize: Sequential has no RMSNorm layer and no experts; nothing was swapped."
+    message = (
+        "kernelize: Sequential has no RMSNorm layer, no experts, no router and no attention of Diffusers; "
+        "nothing was swapped."
+    )
     with pytest.warns(NothingSwappedWarning, match=message):
         report = pallas_hub.kernelize(model, kernels=fakes())
     assert len(report) == 0
@@ -46,7 +49,7 @@ def test_report_is_data():
     data = json.loads(report.to_json())
     assert data == report.to_dict()
     assert data["model"] == "Qwen3MoeForCausalLM"
-    assert data["swapped"] == len(data["layers"]) == 11
+    assert (data["swapped"], len(data["layers"])) == (11, 13)  # two routers, which stay as they are on a CPU
     assert data["layers"][0] == {
         "path": "model.layers.0.self_attn.q_norm",
         "original": "Qwen3MoeRMSNorm",
@@ -70,11 +73,11 @@ def test_report_is_data():
 def test_explain_prints_one_line_for_each_layer():
     model = tiny("qwen3_moe")
     lines = str(pallas_hub.explain(model)).splitlines()
-    assert lines[0] == "Qwen3MoeForCausalLM: 0 of 11 layers run Hub kernels"
+    assert lines[0] == "Qwen3MoeForCausalLM: 0 of 13 layers run Hub kernels"
     assert lines[1] == "  model.layers.0.self_attn.q_norm  Qwen3MoeRMSNorm  original: kernelize was not called"
     pallas_hub.kernelize(model, kernels={**fakes(), "experts": None})
     lines = str(pallas_hub.explain(model)).splitlines()
-    assert lines[0] == "Qwen3MoeForCausalLM: 9 of 11 layers run Hub kernels"
+    assert lines[0] == "Qwen3MoeForCausalLM: 9 of 13 layers run Hub kernels"
     assert "  model.norm  Qwen3MoeRMSNorm  fake_rms_norm:RMSNorm from module, runs None" in lines
     assert (
         "  model.layers.0.mlp.experts  Qwen3MoeExperts  original: kernelize was told to leave experts layers alone"
@@ -108,8 +111,11 @@ def test_kernels_can_be_chosen_by_kind(fresh_pallas):
 @pytest.mark.parametrize(
     ("kernels", "message"),
     [
-        (["LayerNorm"], r"kernels names kinds of layers, each one of RMSNorm, experts; got 'LayerNorm'"),
-        ({"rmsnorm": None}, r"each one of RMSNorm, experts; got 'rmsnorm'"),
+        (
+            ["LayerNorm"],
+            r"kernels names kinds of layers, each one of RMSNorm, experts, attention, router; got 'LayerNorm'",
+        ),
+        ({"rmsnorm": None}, r"each one of RMSNorm, experts, attention, router; got 'rmsnorm'"),
         ({"RMSNorm": "rms-norm"}, r'a kernel is "org/name" or "org/name@version"; got \'rms-norm\''),
         ({"RMSNorm": experts_kernel()}, r"kernel fake_ragged_dot must have rms_norm; it has: calls, experts_forward"),
     ],
@@ -145,7 +151,7 @@ def test_verify_measures_every_layer_on_its_own_inputs(name, dtype):
     assert not any(module._forward_hooks for module in model.modules())
     assert all(layer.inputs == "captured" and layer.max_rel_error <= layer.tolerance for layer in report.swapped)
     worst = report.largest_error
-    assert worst.max_rel_error == max(layer.max_rel_error for layer in report)
+    assert worst.max_rel_error == max(layer.max_rel_error for layer in report.swapped)
     assert str(report).splitlines()[-1] == f"  largest error: {worst.max_rel_error:.1e} in {worst.path}"
 
 
@@ -171,7 +177,7 @@ def test_verify_falls_back_to_random_inputs_for_layers_that_are_not_reached():
     report = pallas_hub.kernelize(Spare(), kernels=fakes(), verify=torch.randn(2, 8))
     assert [(layer.path, layer.inputs) for layer in report] == [("used", "captured"), ("spare", "random")]
     report = pallas_hub.kernelize(tiny("qwen3_moe").model.layers[0], kernels=fakes(), verify=True)
-    assert {layer.inputs for layer in report} == {"random"}
+    assert {layer.inputs for layer in report.swapped} == {"random"}
     assert len(report.swapped) == 5
 
 

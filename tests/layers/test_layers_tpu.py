@@ -28,9 +28,11 @@ def onto_tpu(model):
                 module._parameters[name] = torch.nn.Parameter(fake)
 
 norms, experts = load_source("rms-norm"), load_source("moe-experts")
-for name in ("qwen3_moe", "gemma4"):
+router_experts = {"qwen3_moe": 8, "gemma4": 4}
+for name in router_experts:
     model = tiny(name)
-    pallas_hub.kernelize(model, kernels={"RMSNorm": norms, "experts": experts})
+    kernels = {"RMSNorm": norms, "experts": experts, "router": experts}
+    pallas_hub.kernelize(model, kernels=kernels, device="tpu")  # where it will run
     with FakeTensorMode(), torch.no_grad():
         layer = model.model.layers[0]
         parts = [layer.input_layernorm, layer.self_attn.q_norm]
@@ -42,7 +44,12 @@ for name in ("qwen3_moe", "gemma4"):
             index, weights = torch.empty(18, 2, dtype=torch.int64, device="tpu"), torch.empty(18, 2, device="tpu")
             y = part(x, index, weights) if hasattr(part, "down_proj") else part(x)
             assert y.device.type == "tpu" and y.shape == x.shape and y.dtype == x.dtype
-        assert {row.runs for row in pallas_hub.explain(layer) if row.swapped} == {"pallas"}
+        router = layer.mlp.gate if name == "qwen3_moe" else layer.router
+        for part, columns in zip(router(torch.empty(18, 32, device="tpu")), (router_experts[name], 2, 2), strict=True):
+            assert part.device.type == "tpu" and part.shape == (18, columns)
+        rows = [row for row in pallas_hub.explain(layer) if row.swapped]
+        assert {row.runs for row in rows} == {"pallas"}
+        assert [row.layer for row in rows].count("router_topk") == 1
 
 model = tiny("llama")
 with FakeTensorMode():

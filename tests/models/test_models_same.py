@@ -6,13 +6,17 @@ another order. What bfloat16 adds is in test_models_precision.py.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from built_models import NOT_GENERATING, run, under, words
-from default_kernels import norms, products
+from built_models import NOT_GENERATING, inputs_of, run, under, words
+from default_kernels import kernel, norms, products, record_paths
+from moe_models import cases
 from precision import assert_same_in_float32
 
 import pallas_hub
+from pallas_hub.layers.quantized_experts import QuantizedExperts
 
 WAYS = ("setting", "kernelize")
 
@@ -72,3 +76,28 @@ def test_experts_without_tokens_get_a_gradient_of_exactly_zero(built):
         gradient = came.gradients[name].flatten(1)
         assert gradient[experts].any(), name
         assert not gradient[~experts].any(), name
+
+
+def test_quantised_experts_compute_with_what_their_data_stands_for(built):
+    """Each model in another format, beside itself with the weights that this format can hold."""
+    model, formats = copy.deepcopy(built.model).eval(), list(kernel.FORMATS)
+    report = pallas_hub.quantize_experts(model, formats[cases().index(built.case) % len(formats)])
+    assert len(report.quantized) == len(report) == len(built.experts), report
+    floats = {}
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedExperts):
+            for name, part in (("gate_up_proj" if module.has_gate else "up_proj", "gate_up"), ("down_proj", "down")):
+                like = built.model.get_submodule(path).get_parameter(name)
+                data, scale = getattr(module, f"{part}_data"), getattr(module, f"{part}_scale")
+                weight = kernel.dequantize(data, scale, like.shape[1 if module.is_transposed else 2])
+                floats[f"{path}.{name}"] = weight if module.is_transposed else weight.mT.contiguous()
+    inputs = inputs_of(model, words(2, 9))
+    with torch.no_grad(), under(built.model.eval(), "setting"):
+        torch.manual_seed(0)
+        wanted = torch.func.functional_call(built.model, floats, (), inputs, tie_weights=False).logits
+        torch.manual_seed(0)
+        with record_paths() as ran:
+            came = model(**inputs).logits
+    assert [op.split("::")[1] for op, _ in ran] == ["quantized_dot"] * len(ran)
+    assert ran
+    assert (came - wanted).abs().max() <= 1e-5 * wanted.abs().max()
