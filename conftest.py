@@ -12,6 +12,14 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # No test may reach a real Hub: the server of this project is used, or none.
 os.environ.setdefault("HF_ENDPOINT", "http://127.0.0.1:9")
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    pass
+else:  # how long it takes to draw an example says something about the machine, and nothing about the code
+    settings.register_profile("pallas-hub", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+    settings.load_profile("pallas-hub")
+
 
 def _offer_kernel(folder: Path) -> None:
     """`import rms_norm` in a test is kernels/rms-norm/torch-ext/rms_norm: the files that every build holds.

@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "what",
         metavar="KERNEL",
         type=kernel_name,
-        help="rms-norm, ragged-dot, moe-experts, router, or path/to/file.py:function",
+        help="rms-norm, ragged-dot, moe-experts, router, flash-attention, paged-attention, or path/to/file.py:function",
     )
     parser.add_argument(
         "--target", action="extend", type=_names, metavar="T,T", help="of v5e, v5p, v6e, tpu7x; default: all"
@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=_names,
         default=[],
         metavar="WHO",
-        help="peers: xla; not for rms-norm: jax, tokamax; for moe-experts also products, lax, batched_mm; docs/aot.md",
+        help="peers, by kernel: docs/aot.md; a wrong name lists those there are",
     )
     parser.add_argument("--arg", action="append", default=[], metavar="SPEC", help="bf16[512,2048], or a .npy file")
     parser.add_argument("--workers", type=_positive, metavar="N", help="processes at once; default: one per core")

@@ -23,7 +23,8 @@ def swap_model(demo: Demo, step: Step) -> None:
         report = pallas_hub.kernelize(model, kernels=kinds, verify={"input_ids": tokens})
         after = model(tokens).logits
         demo.say(indent(str(pallas_hub.explain(model)), most=8))
-        require(len(report.swapped) == len(report.layers), f"{len(report.left_alone)} layers were left alone")
+        alone = [layer for layer in report.left_alone if not layer.original.endswith("Router")]  # these gain on TPUs
+        require(not alone, f"{len(alone)} layers were left alone")
         if (worst := report.largest_error) is None:
             raise StepFailed("kernelize(verify=...) measured no layer")
         demo.say(f"      largest error of a layer on its own inputs: {worst.max_rel_error:.1e} in {worst.path}")

@@ -42,13 +42,13 @@ PACKAGES = (
     Package("libtpu", "0.0.52", "0.0.52", "compiling for TPUs, with or without one"),
     Package("torch_tpu", "0.2", "0.2.0", "torch tensors on a TPU", below="0.3"),
     Package("transformers", "5.20", "5.22.2", "kernelize on Transformers models"),
-    Package("diffusers", "0.36", "0.36", "kernelize on Diffusers models"),
+    Package("diffusers", "0.38", "0.42.1", "kernelize on Diffusers pipelines", below="0.43"),
     Package("starlette", "1", "1.10", "pallas-hub serve and demo", below="2"),
     Package("uvicorn", "0.50", "0.54", "pallas-hub serve and demo"),
     Package("dulwich", "1.2", "1.2", "pallas-hub serve and demo", below="2"),
     Package("matplotlib", "3.10", "3.11", "pallas-hub bench --plot"),
     Package("tabulate", "0.9", "0.10", "the kernels benchmark command"),
-    Package("tokamax", "0.0.12", "0.0.12", "a rival in the TPU compile reports"),
+    Package("tokamax", "0.0.12", "0.0.12", "kernel repos made of Tokamax ops, TPU compile reports", below="0.1"),
 )
 
 

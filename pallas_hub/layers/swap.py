@@ -38,7 +38,7 @@ def kernelize(
     device   where the layers will run, if not where they are now
     verify   True: compare each swapped layer with its original on its own inputs, from a run on the model's
              dummy_inputs (random inputs for layers that this does not reach); model inputs (dict, tuple or
-             tensor): from a run on these
+             tensor): from a run on these. Not attention of Transformers, which can't run twice on one cache
     strict   raise NothingSwapped, instead of a warning, if no layer was swapped
     Raises   VerificationError: a result differs by more than rounding explains; the model is as before.
     """
@@ -46,7 +46,7 @@ def kernelize(
     model = as_module(model)
     unkernelize(model)  # swapping twice is swapping once, with the kernels of the second call
     try:
-        where = None if device is None else torch.device(device)
+        where = None if device is None else _device_of_that_name(device)
         put_kernels(model, chosen, mode, where)
         if ATTENTION in chosen:
             put_attention(model, chosen[ATTENTION], mode, where, asked=kernels is not None and ATTENTION in kernels)
@@ -59,6 +59,16 @@ def kernelize(
         unkernelize(model)
         raise
     return report
+
+
+def _device_of_that_name(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"kernelize: device must be one that torch knows; got {device!r}. "
+            f"A TPU needs `import torch_tpu` before, and a machine that has one."
+        ) from error
 
 
 def explain(model: nn.Module | Any) -> Report:

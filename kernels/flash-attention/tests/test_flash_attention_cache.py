@@ -179,3 +179,58 @@ def test_packed_rows_over_pages():
     got = flash_attn_varlen_func(q, *pools, *ends, 4, 12, causal=True, block_table=table)
     keys, values = (torch.cat([cache[i, :n] for i, n in enumerate(lengths)]) for cache in caches)
     assert_close(got, flash_attn_varlen_func(q, keys, values, *ends, causal=True), terms=12)
+
+
+def _paged(table, **options):
+    q, k, v = qkv(2, 1, 1, 2, 1, 8)
+    pages = torch.zeros(6, 4, 1, 8), torch.zeros(6, 4, 1, 8)
+    options = {"cache_seqlens": torch.tensor([5, 6]), "block_table": table} | options
+    return pages, lambda append: flash_attn_with_kvcache(q, *pages, *((k, v) if append else ()), **options)
+
+
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("page", [-1, 99])
+def test_a_page_that_is_not_there_is_neither_read_nor_written(page, append):
+    pages, call = _paged(torch.tensor([[0, page], [2, 3]]))
+    with pytest.raises(ValueError, match=rf"block_table must name pages .* = 5 .*; got {page} in block_t"):
+        call(append)
+    assert not any(x.any() for x in pages)
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "words"),
+    [
+        ([[0, 1], [2, 3]], TypeError, r"block_table must be a tensor; got list"),
+        (torch.zeros(2), ValueError, r"block_table must be \(sequences, most pages\) = \(2, most pages\); got \(2,\)"),
+        (torch.zeros(2, 2, dtype=torch.bool), TypeError, r"block_table is bool; supported: int32, int64"),
+    ],
+    ids=["list", "flat", "bool"],
+)
+@pytest.mark.parametrize("append", [False, True])
+def test_what_is_no_table_is_refused(table, error, words, append):
+    with pytest.raises(error, match=words):
+        _paged(table)[1](append)
+
+
+@pytest.mark.parametrize("pad", [-1, 4])
+def test_padding_outside_of_the_sequence_is_refused(pad):
+    q, k, v = qkv(1, 1, 4, 2, 2, 8)
+    words = rf"cache_leftpad must be 0 \.\.\. cache_seqlens = 3 in sequence 0; got {pad}"
+    with pytest.raises(ValueError, match=words):
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=3, cache_leftpad=torch.tensor([pad], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("entry", [-1, 2])
+def test_an_entry_that_is_not_there_is_refused(entry):
+    q, k, v = qkv(1, 1, 4, 2, 2, 8)
+    caches = torch.cat([k, k]), torch.cat([v, v])
+    with pytest.raises(ValueError, match=rf"cache_batch_idx must name entries 0 \.\.\. 1 of the cache; got {entry} in"):
+        flash_attn_with_kvcache(q, *caches, cache_seqlens=3, cache_batch_idx=torch.tensor([entry]))
+
+
+def test_under_autocast_what_is_appended_gets_the_dtype_of_the_cache():
+    q, k, v = qkv(1, 1, 1, 2, 2, 8)
+    caches = torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16), torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=2)
+    assert torch.equal(caches[0][:, 2], k[:, 0].bfloat16())

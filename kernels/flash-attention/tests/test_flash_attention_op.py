@@ -308,3 +308,24 @@ def test_pieces_read_no_more_than_their_rows_see():
         (256, 512, 247, 512, MASKED),
         (512, 600, 503, 600, MASKED),
     ]
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("options", [{}, {"s_aux": torch.zeros(2)}], ids=["plain", "sinks"])
+def test_scales_at_which_torch_makes_nan_of_a_causal_mask(scale, options):
+    q, k, v = qkv(1, 5, 5, 2, 2, 8)
+    out = flash_attn_func(q, k, v, causal=True, softmax_scale=scale, **options)
+    scores = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1)) * scale
+    scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), float("-inf"))
+    if options:
+        scores = torch.cat([scores, torch.zeros(1, 2, 5, 1)], -1)
+    wanted = scores.softmax(-1)[..., :5] @ v.double().transpose(1, 2)
+    torch.testing.assert_close(out.double(), wanted.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_no_heads(softcap):
+    q, k, v = (torch.ones(1, 3, 0, 4, requires_grad=True) for _ in range(3))
+    out = flash_attn_func(q, k, v, softcap=softcap)
+    out.sum().backward()
+    assert out.shape == q.grad.shape == (1, 3, 0, 4)

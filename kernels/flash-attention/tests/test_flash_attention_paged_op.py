@@ -116,7 +116,7 @@ REFUSED = [
     (changed(2, lambda v: v[:-1]), r"v_pages must have pages = 17 like k_pages"),
     (changed(3, lambda n: set_to(n, 1, 33)), r"every sequence must have 0 \.\.\. 32 keys.* got 33 in sequence 1"),
     (changed(3, lambda n: set_to(n, 0, -1)), r"got -1 in sequence 0"),
-    (changed(4, lambda t: t[:3]), r"page_table must be \(s, most_pages\) = \(4, most_pages\); got \(3, 4\)"),
+    (changed(4, lambda t: t[:3]), r"page_table must be \(sequences, most pages\) = \(4, most pages\); got \(3, 4\)"),
     (changed(4, lambda t: set_to(t, (2, 1), 17)), r"pages 0 \.\.\. num_pages - 1 = 16 .* got 17 in page_table\[2, 1\]"),
     (changed(4, lambda t: set_to(t, (0, 0), -1)), r"got -1 in page_table\[0, 0\]"),
     (changed(5, lambda c: c[:-1]), r"cu_seqlens_q must be \(n \+ 1,\) = \(5,\); got \(4,\)"),
@@ -265,3 +265,21 @@ def test_a_cache_in_pages_is_read_where_it_lies_and_appended_to():
     torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
     for one, other in zip(*caches, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_tensor_in_pages_is_as_contiguous_as_it_says():
+    _, (keys, _), (k, _) = filled(length=5, page_size=4)
+    assert k.is_contiguous()
+    assert torch.equal(k.view(-1), keys.contiguous().view(-1))
+    rows = k.transpose(1, 2).contiguous()
+    assert torch.equal(rows.view(-1), keys.transpose(1, 2).contiguous().view(-1))
+
+
+def test_pages_that_fill_no_registers_are_gathered():
+    q, k_pages, v_pages, lengths, table, _ = arguments((3, 2), (1, 1), hq=1, hk=1, page=4)
+    options = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+    with use_path("torch"):
+        wanted = flash_attn_with_kvcache(q[:, None], k_pages, v_pages, **options)
+    with use_path("interpret"):
+        got = flash_attn_with_kvcache(q[:, None], k_pages, v_pages, **options)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)

@@ -93,7 +93,7 @@ def test_float32_rows_fit_where_vmem_is_small():
     case = Case(1366, 2048, 512, 64, 10)
     chosen = choose(sizes_of(case), 4, "TPU v5")
     assert isinstance(chosen, PrefillConfig)
-    assert chosen.tokens < case.t
+    assert chosen.tokens < case.t or chosen.split
     compile_case(case, "float32", "v5p")
 
 

@@ -20,7 +20,7 @@ from .checks import (
 from .intervals import cached
 from .op import attend
 from .paged_op import attend_table
-from .pages import check_room, check_table, gather_pages
+from .pages import check_pages, check_room, check_table, gather_pages
 
 OP = "flash_attn_with_kvcache"
 
@@ -76,7 +76,10 @@ def flash_attn_with_kvcache(
             check_whole_numbers(OP, name, tensor, "b", b)
             if paged:
                 raise ValueError(f"{OP}: {name} must be None with block_table; got a tensor.")
+    if paged:
+        check_table(OP, "block_table", block_table, b)
     lengths = _lengths(q, k_cache, cache_seqlens, block_table)
+    _check_values(k_cache, lengths, cache_batch_idx, cache_leftpad)
     if k is not None or v is not None:
         if cache_seqlens is None:
             raise ValueError(f"{OP}: cache_seqlens must say where k and v go; got None.")
@@ -85,7 +88,7 @@ def flash_attn_with_kvcache(
     elif can_read_values(lengths):
         check_room(OP, lengths, 0, _capacity(k_cache, block_table))
     if block_table is not None and alibi_slopes is None and not return_softmax_lse:
-        check_table(OP, block_table, b)
+        check_pages(OP, "block_table", block_table, lengths, *k_cache.shape[:2])
         out = attend_table(q, k_cache, v_cache, lengths, block_table, softmax_scale, window, softcap, s_aux)
         if out is not None:
             return out
@@ -104,6 +107,23 @@ def _lengths(q: Tensor, k_cache: Tensor, cache_seqlens: Tensor | int | None, blo
         return check_whole_numbers(OP, "cache_seqlens", cache_seqlens, "b", b)
     whole = _capacity(k_cache, block_table) if cache_seqlens is None else cache_seqlens
     return torch.full((b,), whole, dtype=torch.int32, device=q.device)
+
+
+def _check_values(k_cache: Tensor, lengths: Tensor, batch_idx: Tensor | None, leftpad: Tensor | None) -> None:
+    """Entries that there are, and padding within the sequence. Where a look at values is free."""
+    if batch_idx is not None and can_read_values(batch_idx):
+        for i, entry in enumerate(batch_idx.tolist()):
+            if not 0 <= entry < k_cache.shape[0]:
+                raise ValueError(
+                    f"{OP}: cache_batch_idx must name entries 0 ... {k_cache.shape[0] - 1} of the cache; "
+                    f"got {entry} in sequence {i}."
+                )
+    if leftpad is not None and can_read_values(leftpad) and can_read_values(lengths):
+        for i, (pad, length) in enumerate(zip(leftpad.tolist(), lengths.tolist(), strict=True)):
+            if not 0 <= pad <= length:
+                raise ValueError(
+                    f"{OP}: cache_leftpad must be 0 ... cache_seqlens = {length} in sequence {i}; got {pad}."
+                )
 
 
 def _capacity(k_cache: Tensor, block_table: Tensor | None) -> int:
@@ -137,6 +157,7 @@ def _append(
         entry = entry[:, None].expand_as(place)
     else:
         page = k_cache.shape[1]
+        check_pages(OP, "block_table", block_table, lengths + new, *k_cache.shape[:2])
         entry, place = block_table.long().gather(1, place // page), place % page
-    k_cache[entry, place] = k
-    v_cache[entry, place] = v
+    k_cache[entry, place] = k.to(k_cache.dtype)  # under autocast they may differ
+    v_cache[entry, place] = v.to(v_cache.dtype)

@@ -83,7 +83,7 @@ def cached(rows: int, start: Tensor | int, end: Tensor, window: Window) -> Inter
     row = torch.arange(rows, dtype=torch.int32, device=end.device)
     end = end.to(torch.int32)[:, None]
     if isinstance(start, Tensor):
-        start = torch.minimum(start.to(torch.int32)[:, None], end)
+        start = torch.minimum(start.to(torch.int32)[:, None].clamp(min=0), end)
     return around(row - rows + end, start, end, window)
 
 

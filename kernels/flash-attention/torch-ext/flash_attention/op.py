@@ -110,7 +110,7 @@ def flash_attn_func(
         k, v, lk, window = k[:, first:], v[:, first:], lk - first, (None, window[1])
     if not softcap and not return_attn_probs and alibi_slopes is s_aux is segment_ids is key_padding_mask is None:
         plain = plain_form(lq, lk, window, lk - lq)
-        if plain is not None and runs_plain(q):
+        if plain is not None and runs_plain(q) and scale_of(q, softmax_scale) > 0:  # torch: NaN at 0 and below
             return torch_path.sdpa(q, k, v, plain, scale_of(q, softmax_scale))
     check_slopes(op, alibi_slopes, q, q.shape[0])
     check_sinks(op, s_aux, q)

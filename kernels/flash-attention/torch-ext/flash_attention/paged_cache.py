@@ -252,7 +252,7 @@ class InPages(Tensor):
         """The same as a plain tensor."""
         needed = -(-self.length // self.pages.shape[1])
         pages = self.pages[self.table[:, :needed].long()].flatten(1, 2)[:, : self.length]
-        return pages if self.heads_last else pages.transpose(1, 2)
+        return (pages if self.heads_last else pages.transpose(1, 2)).contiguous()  # as this tensor says it is
 
     def __repr__(self, **_: Any) -> str:
         return f"InPages(shape={tuple(self.shape)}, dtype={self.dtype}, page_size={self.pages.shape[1]})"

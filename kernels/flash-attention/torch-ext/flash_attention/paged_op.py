@@ -9,7 +9,6 @@ from torch import Tensor
 from . import torch_path
 from ._bridge import Lazy, jax_op
 from .checks import (
-    can_read_values,
     check_cu_seqlens,
     check_one_device,
     check_qkv,
@@ -18,7 +17,7 @@ from .checks import (
     shape_text,
 )
 from .intervals import packed
-from .pages import check_room
+from .pages import check_pages, check_table
 
 OP = "paged_attention"
 MOST_MASKED = 1 << 22  # rows times keys of a sequence up to which torch's own attention gets a mask
@@ -131,7 +130,7 @@ def paged_attention(
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"{OP}: sinks must be (hq,) = ({q.shape[1]},), one per head of q; got {shape_text(sinks)}.")
     s = check_whole_numbers(OP, "context_lengths", context_lengths, "s", None).shape[0]
-    _check_table(page_table, s)
+    check_table(OP, "page_table", page_table, s)
     check_cu_seqlens(OP, "cu_seqlens_q", cu_seqlens_q, q.shape[0], "total_q", s)
     softcap = check_softcap(OP, softcap)
     if not isinstance(window_left, int) or window_left < -1:
@@ -143,11 +142,10 @@ def paged_attention(
             f"{OP}: q is {str(q.dtype).removeprefix('torch.')}; supported by the kernel: float32, bfloat16. "
             f"Keep the cache in bfloat16."
         )
-    if can_read_values(context_lengths) and can_read_values(page_table):
-        _check_values(context_lengths, page_table, k_pages)
+    check_pages(OP, "page_table", page_table, context_lengths, *k_pages.shape[:2])
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     tables = (context_lengths, page_table, cu_seqlens_q)
-    return paged_attention_op(q, k_pages, v_pages, *tables, sinks, scale, bool(causal), window_left, softcap)
+    return paged_attention_op(q, k_pages, v_pages, *tables, sinks, scale, causal, window_left, softcap)
 
 
 def runs_in_pages(q: Tensor, *others: Tensor) -> bool:
@@ -175,31 +173,10 @@ def attend_table(
     left, right = window
     if right not in (None, 0) or not runs_in_pages(q, k_pages, v_pages):
         return None
+    if k_pages.shape[1] * k_pages.shape[2] % (32 // k_pages.element_size()):  # a page is no whole registers
+        return None
     starts = torch.arange(b + 1, dtype=torch.int32, device=q.device) * lq
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     tables = (lengths, page_table, starts)
     options = (sinks, scale, right == 0, -1 if left is None else left, softcap)
     return paged_attention_op(q.flatten(0, 1), k_pages, v_pages, *tables, *options).unflatten(0, (b, lq))
-
-
-def _check_table(page_table: Tensor, s: int) -> None:
-    if page_table.dim() != 2 or page_table.shape[0] != s:
-        raise ValueError(f"{OP}: page_table must be (s, most_pages) = ({s}, most_pages); got {shape_text(page_table)}.")
-    if page_table.dtype not in (torch.int32, torch.int64):
-        name = str(page_table.dtype).removeprefix("torch.")
-        raise TypeError(f"{OP}: page_table is {name}; supported: int32, int64. Try page_table.to(torch.int32).")
-
-
-def _check_values(lengths: Tensor, page_table: Tensor, k_pages: Tensor) -> None:
-    num_pages, page = k_pages.shape[:2]
-    check_room(OP, lengths, 0, page_table.shape[1] * page)
-    if not page_table.numel():
-        return
-    used = torch.arange(page_table.shape[1], device=lengths.device) * page < lengths[:, None]
-    wrong = used & ((page_table < 0) | (page_table >= num_pages))
-    if bool(wrong.any()):
-        n, place = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{OP}: page_table must name pages 0 ... num_pages - 1 = {num_pages - 1} as far as a sequence reaches; "
-            f"got {int(page_table[n, place])} in page_table[{n}, {place}]."
-        )

@@ -52,6 +52,8 @@ def forward(
     (b, lq, hq, _), dv = q.shape, v.shape[3]
     out = q.new_zeros(b, lq, hq, dv)
     lse = q.new_full((b, hq, lq), float("-inf"), dtype=_wide(q))
+    if 0 in q.shape[:3]:
+        return out, lse
     fused = q.is_cpu and not softcap and 0 not in q.shape and 0 not in v.shape
     if fused and q.shape[3] != dv:
         q, k, v = (_widen(x, max(q.shape[3], dv)) for x in (q, k, v))
@@ -88,6 +90,9 @@ def _forward_fused(
 ) -> None:
     """Write the piece's part of out and lse."""
     mask = _additive(piece, lo, hi, bias, slopes, diag, lse.dtype)
+    if piece.kind == CAUSAL and mask is None and scale <= 0:  # where torch's own causal mask makes NaN
+        mask = torch.where(mask_of(piece, lo, hi), float("-inf"), torch.zeros((), dtype=lse.dtype, device=lo.device))
+        mask = mask.expand(*mask.shape[:2], piece.rows.stop - piece.rows.start, mask.shape[3])
     mask = None if mask is None else _plain_rows(mask)
     parts = ((q, piece.rows), (k, piece.keys), (v, piece.keys))
     heads_first = (_plain_rows(x[piece.batch, part]).transpose(1, 2) for x, part in parts)
@@ -126,7 +131,7 @@ def backward(
     delta = (dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2)  # (b, hq, lq)
     if dlse is not None:
         delta = delta - dlse
-    for piece in pieces(lo, hi):
+    for piece in pieces(lo, hi) if 0 not in q.shape[:3] else ():
         for part in rows_at_a_time(piece, _rows_for(piece, q.shape[2]), lo, hi):
             rows, keys = (part.batch, part.rows), (part.batch, part.keys)
             per_row = (part.batch, slice(None), part.rows)
