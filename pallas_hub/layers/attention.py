@@ -151,6 +151,18 @@ def attention_function(kernel: Any) -> Callable:
             raise ValueError("kernelize: continuous batching needs attn_implementation; got a paged cache.")
         dtype = _dtype_of(module, query)
         q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
+        if attention_mask is not None and attention_mask.dim() == 4:  # one of the caller's own, which says all
+            if softcap or s_aux is not None:
+                raise ValueError(
+                    f"kernelize: attention_mask must be (batch, keys) for attention with a softcap or sinks; got "
+                    f"{tuple(attention_mask.shape)}. Such masks need the original attention: unkernelize(model)."
+                )
+            keys = slice(attention_mask.shape[-1])
+            heads_first = (x.transpose(1, 2) for x in (q, k[:, keys], v[:, keys]))
+            out = kernel.scaled_dot_product_attention(
+                *heads_first, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+            )
+            return out.transpose(1, 2), None
         if attention_mask is not None and k.shape[1] > attention_mask.shape[-1]:  # a cache with room to spare
             k, v = k[:, : attention_mask.shape[-1]], v[:, : attention_mask.shape[-1]]
         options: dict[str, Any] = {

@@ -117,5 +117,7 @@ def test_every_tuned_configuration_compiles(kernel):
 
 
 def test_every_kernel_has_a_baseline():
+    """But for those that are made of other libraries' ops."""
     kernels = {path.parent.name for path in kernel_folder("rms-norm").parents[2].glob("*/build.toml")}
-    assert {path.stem for path in baseline.FOLDER.glob("*.json")} == kernels
+    made = {path.parent.name for path in kernel_folder("rms-norm").parents[2].glob("*/tokamax.toml")}
+    assert {path.stem for path in baseline.FOLDER.glob("*.json")} >= kernels - made

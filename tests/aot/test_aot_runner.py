@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -216,7 +217,9 @@ def test_a_killed_command_leaves_no_worker_and_no_folder(tmp_path, number):
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "TMPDIR": str(tmp_path),
     }
-    process = subprocess.Popen([*command, "--target", "v6e"], env=environment)
+    # What runs the tests may be in the background of a shell, which makes it ignore SIGINT, and all that it starts.
+    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen([*command, "--target", "v6e"], env=environment, preexec_fn=hear)
 
     def workers():
         return [path for path in tmp_path.glob("pallas-hub-worker-*") if any(path.glob("pallas-hub-aot-*"))]

@@ -181,3 +181,25 @@ def test_a_paged_cache_is_refused_in_words():
     q = torch.zeros(1, 2, 3, 8)
     with pytest.raises(ValueError, match=r"continuous batching needs attn_implementation; got a paged cache\."):
         function(torch.nn.Identity(), q, q, q, None, cache=object())
+
+
+OWN_MASK = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 1, 24, 24)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_mask_of_the_callers_own(name):
+    plain, model = tiny(name), tiny(name)
+    pallas_hub.kernelize(model, kernels=ONLY)
+    mask = OWN_MASK & (torch.arange(24) != 3)
+    mask[..., 3, 3] = True
+    with torch.no_grad():
+        got, wanted = (each(ids(2, 24), attention_mask=mask).logits for each in (model, plain))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_of_the_callers_own_is_refused_where_there_are_sinks():
+    model = tiny("gpt_oss")
+    pallas_hub.kernelize(model, kernels=ONLY)
+    words = r"attention_mask must be \(batch, keys\) for attention with a softcap or sinks; got \(2, 1, 24, 24\)"
+    with pytest.raises(ValueError, match=words), torch.no_grad():
+        model(ids(2, 24), attention_mask=OWN_MASK)
