@@ -22,7 +22,7 @@ class LayerReport:
     loaded: bool = True  # False: it loads at the first call, as experts_implementation="pallas" does
     runs: str | None = None  # pallas | torch | interpret | jax: the path a call takes on the layer's device, now
     reason: str | None = None  # why it was left alone
-    inputs: str | None = None  # what verify compared on: "captured" (the layer's own inputs) or "random"
+    inputs: str | None = None  # what verify compared on: "captured" (the layer's own inputs), "random" or "none"
     max_abs_error: float | None = None
     max_rel_error: float | None = None  # largest difference over the largest value of the original's result
     tolerance: float | None = None  # for max_rel_error
@@ -48,6 +48,8 @@ class LayerReport:
         text = f"{name}  {self.kernel}{version}:{self.layer}{source}, {runs}"
         if self.max_rel_error is not None:
             text += f", error {self.max_rel_error:.1e} (tolerance {self.tolerance:.1e}, {self.inputs} inputs)"
+        elif self.inputs == "none":
+            text += ", not compared"
         return text
 
 

@@ -203,3 +203,10 @@ def test_a_mask_of_the_callers_own_is_refused_where_there_are_sinks():
     words = r"attention_mask must be \(batch, keys\) for attention with a softcap or sinks; got \(2, 1, 24, 24\)"
     with pytest.raises(ValueError, match=words), torch.no_grad():
         model(ids(2, 24), attention_mask=OWN_MASK)
+
+
+def test_verify_says_what_it_does_not_compare():
+    report = pallas_hub.kernelize(tiny("llama"), kernels=["attention", "RMSNorm"], verify=True)
+    compared = {row.original for row in report.swapped if not str(row).endswith(", not compared")}
+    assert compared == {"LlamaRMSNorm"}
+    assert {row.original for row in report.swapped} - compared == {"LlamaAttention"}
