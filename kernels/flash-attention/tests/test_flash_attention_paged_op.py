@@ -225,7 +225,7 @@ def test_what_the_cache_refuses():
     with pytest.raises(ValueError, match=r"page_size must be a whole number above 0; got 0"):
         PagedKVCache(page_size=0)
     cache, states, _ = filled(num_pages=4)
-    with pytest.raises(ValueError, match=r"2 sequences of 6 tokens use all 4 pages of 4. Raise num_pages"):
+    with pytest.raises(ValueError, match=r"2 sequences need up to 3 pages of 4 tokens each, there are 4. Raise num_p"):
         cache.update(*torch.zeros(2, 2, 2, 3, 16), 0)
     with pytest.raises(ValueError, match=r"of b = 2 sequences; got b = 3"):
         cache.update(*torch.zeros(2, 3, 2, 1, 16), 0)

@@ -180,7 +180,7 @@ class PagedLayer:
         shared = [row for row in self.rows if self.length % self.page_size and self.uses[row[-1]] > 1]
         for row in shared:
             if self.uses[row[-1]] > 1:  # the last sequence in it keeps it
-                old, own = row[-1], self._take()
+                old, own = row[-1], self._take(needed)
                 self.uses[old] -= 1
                 row[-1] = own
                 for pages in self.pages or ():
@@ -188,12 +188,13 @@ class PagedLayer:
                 self.table = None
         for row in self.rows:
             if len(row) < needed:
-                row += [self._take() for _ in range(needed - len(row))]
+                row += [self._take(needed) for _ in range(needed - len(row))]
                 self.table = None
 
-    def _take(self) -> int:
+    def _take(self, needed: int) -> int:
+        """A free page; `needed` is how many a sequence takes, for the message if there is none."""
         if not self.free:
-            self._grow()
+            self._grow(needed)
         page = self.free.pop()
         self.uses[page] = 1
         return page
@@ -204,12 +205,12 @@ class PagedLayer:
             if not self.uses[page]:
                 self.free.append(page)
 
-    def _grow(self) -> None:
+    def _grow(self, needed: int) -> None:
         have = len(self.uses)
         if have and self.num_pages is not None:
             raise ValueError(
-                f"{WHO}: num_pages must hold all tokens; {len(self.rows)} sequences of {self.length} tokens use all "
-                f"{have} pages of {self.page_size}. Raise num_pages, or leave it out."
+                f"{WHO}: num_pages must hold all tokens; {len(self.rows)} sequences need up to {needed} pages of "
+                f"{self.page_size} tokens each, there are {have}. Raise num_pages, or leave it out."
             )
         more = self.num_pages or max(have, 2 * len(self.rows))
         assert self.pages is not None
