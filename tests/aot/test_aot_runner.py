@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -217,9 +216,12 @@ def test_a_killed_command_leaves_no_worker_and_no_folder(tmp_path, number):
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "TMPDIR": str(tmp_path),
     }
-    # What runs the tests may be in the background of a shell, which makes it ignore SIGINT, and all that it starts.
-    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen([*command, "--target", "v6e"], env=environment, preexec_fn=hear)
+    # What runs the tests may be in the background of a shell, which makes it, and all that it starts, ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen([*command, "--target", "v6e"], env=environment)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
     def workers():
         return [path for path in tmp_path.glob("pallas-hub-worker-*") if any(path.glob("pallas-hub-aot-*"))]
