@@ -89,10 +89,9 @@ def _forward_fused(
     lse: Tensor,
 ) -> None:
     """Write the piece's part of out and lse."""
+    if piece.kind == CAUSAL and scale <= 0:  # where torch's own causal mask makes NaN
+        piece = piece._replace(kind=MASKED)
     mask = _additive(piece, lo, hi, bias, slopes, diag, lse.dtype)
-    if piece.kind == CAUSAL and mask is None and scale <= 0:  # where torch's own causal mask makes NaN
-        mask = torch.where(mask_of(piece, lo, hi), float("-inf"), torch.zeros((), dtype=lse.dtype, device=lo.device))
-        mask = mask.expand(*mask.shape[:2], piece.rows.stop - piece.rows.start, mask.shape[3])
     mask = None if mask is None else _plain_rows(mask)
     parts = ((q, piece.rows), (k, piece.keys), (v, piece.keys))
     heads_first = (_plain_rows(x[piece.batch, part]).transpose(1, 2) for x, part in parts)
